@@ -1,13 +1,29 @@
 """Cache strategies for Hugging Face Transformers: one history, kept, shared, moved, encoded or dropped."""
 
-from .errors import ConfigError, EvaluationError, InputError, KVCacheError, SpecError, StateError, StorageError
+from .cache import Exactness, KVCache, Memory
+from .caches import PagedCache
+from .errors import (
+    ConfigError,
+    EvaluationError,
+    InputError,
+    KVCacheError,
+    SpecError,
+    StateError,
+    StorageError,
+)
+from .spec import build_cache
 
 __all__ = [
     "ConfigError",
     "EvaluationError",
+    "Exactness",
     "InputError",
+    "KVCache",
     "KVCacheError",
+    "Memory",
+    "PagedCache",
     "SpecError",
     "StateError",
     "StorageError",
+    "build_cache",
 ]

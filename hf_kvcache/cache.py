@@ -1,0 +1,388 @@
+"""The cache a user passes to `generate`: transformers' `Cache`, built from a model config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    get_layer_types_and_kwargs,
+)
+
+from .errors import ConfigError, InputError, StateError
+from .layer import BlockLayer
+from .positions import PositionGuard
+from .tokens import TokenRecord
+
+_BLOCK_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+class Exactness(NamedTuple):
+    """What a cache claims about its results; the evaluation module checks the claim."""
+
+    kind: str
+    """"bitwise" (the same tensors reach the same kernels), "rounding" (the same real numbers, added in another
+    order) or "approximate"."""
+    reason: str
+    """Why, in one sentence."""
+
+
+class Memory(NamedTuple):
+    """Bytes a cache holds."""
+
+    payload_bytes: int
+    """Keys and values of tokens."""
+    unused_bytes: int
+    """Room in blocks that holds no token: unfilled ends and free blocks."""
+    table_bytes: int
+    """Block tables and reference counts."""
+    other_bytes: int
+    """States of layers that transformers' own classes keep (recurrent, convolution, indexed)."""
+    device_bytes: dict[str, int]
+    """Tensor bytes by device."""
+    tokens_seen: int
+    """Length of the history."""
+    tokens_held: int
+    """The most tokens any layer still holds."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.payload_bytes + self.unused_bytes + self.table_bytes + self.other_bytes
+
+
+class KVCache(DynamicCache):
+    """A cache whose attention layers keep their history in blocks.
+
+    Full, sliding and chunked attention layers are ours (`BlockLayer`). Linear-attention, convolution, hybrid, indexed
+    and KV-shared layers keep transformers' own classes. It is a `DynamicCache` so that everything transformers does
+    for its default cache (encoder-decoder crops and batch operations among it) holds for this one too.
+
+    Args:
+        config: The model's config.
+        block_size: Tokens per block.
+        fused: Attend over the blocks where they lie. False returns real tensors to the model: bitwise the results of
+            transformers' dynamic cache, and its copy of the history for every token.
+
+    Raises:
+        ConfigError: A block size below 1, or a layer type that transformers does not know either.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_kvcache import KVCache
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
+        >>> cache = KVCache(model.config, block_size=16)
+        >>> output = model(torch.arange(20)[None], past_key_values=cache)
+        >>> cache.get_seq_length(), cache.memory().tokens_held
+        (20, 20)
+    """
+
+    def __init__(self, config: PreTrainedConfig, *, block_size: int = 64, fused: bool = True) -> None:
+        Cache.__init__(self, layers=_build_layers(config, block_size, fused))
+        self.block_size = block_size
+        self.fused = fused
+        self._positions = PositionGuard()
+        self._tokens = TokenRecord()
+
+    @property
+    def block_layers(self) -> list[BlockLayer]:
+        """The layers whose history is in blocks."""
+        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+    # ------------------------------------------------------------------------------------------ transformers' contract
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store one layer's new states ``[rows, heads, tokens, width]`` and return what its queries attend to.
+
+        See `BlockLayer.update` for what is returned and how long it is valid.
+
+        Raises:
+            InputError: The states do not fit the history, or their positions do not continue it (where transformers
+                passes positions, since 5.2x); nothing is stored.
+            StateError: An earlier forward pass stopped half way through the layers.
+        """
+        if layer_idx >= len(self.layers):
+            raise InputError(
+                f"layer {layer_idx} does not exist in a cache of {len(self.layers)} layers: it was built for another model"
+            )
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, BlockLayer):
+            states: tuple[Tensor, Tensor] = super().update(
+                key_states, value_states, layer_idx, *args, **kwargs
+            )
+            return states
+        blocks = self.block_layers
+        if layer is blocks[0]:
+            self._begin_forward(key_states, blocks, kwargs)
+        try:
+            return layer.update(key_states, value_states, *args, **kwargs)
+        except InputError as error:
+            raise InputError(f"layer {layer_idx}: {error}") from None
+
+    def _begin_forward(self, key_states: Tensor, blocks: list[BlockLayer], kwargs: dict[str, Any]) -> None:
+        seen, last_seen = blocks[0].get_seq_length(), blocks[-1].get_seq_length()
+        if seen != last_seen:
+            raise StateError(
+                f"an earlier forward pass stopped half way: the first layer holds {seen} tokens, the last {last_seen}. "
+                "Start again with `cache.reset()`"
+            )
+        positions = (kwargs.get("kwargs") or {}).get("position_ids")
+        self._positions.check(positions, key_states.shape[0], key_states.shape[2], seen)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens from every layer; see `BlockLayer.crop`."""
+        super().crop(tokens_to_remove)
+        self._positions.crop(-tokens_to_remove)
+        self._tokens.truncate(self.get_seq_length())
+
+    def reset(self) -> None:
+        """Forget the history and give its memory back. The cache can be used again, for any batch."""
+        super().reset()
+        self._positions.reset()
+        self._tokens.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i a copy of old row ``beam_idx[i]`` in every layer; blocks are shared, not copied."""
+        rows = beam_idx.cpu()
+        for layer in self.layers:
+            layer.reorder_cache(rows if isinstance(layer, BlockLayer) else beam_idx)
+        self._select_records(rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, next to each other; blocks are shared, not copied."""
+        if repeats < 1:
+            raise InputError(f"rows can be repeated once or more, got {repeats}")
+        rows = self.batch_size
+        super().batch_repeat_interleave(repeats)
+        if rows > 0:
+            self._select_records(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` in every layer, in that order; they may repeat."""
+        super().batch_select_indices(indices)
+        self._select_records(indices.cpu().nonzero()[:, 0] if indices.dtype == torch.bool else indices.cpu())
+
+    def _select_records(self, rows: Tensor) -> None:
+        self._positions.select(rows)
+        self._tokens.select(rows)
+
+    # ------------------------------------------------------------------------------------------- which text is cached
+
+    def remember(self, token_ids: Int[Tensor, "rows tokens"]) -> None:
+        """Tell the cache which text it holds, for example the sequences that `generate` returned.
+
+        A cache sees keys and values, never token ids. With the ids known, `align` keeps what a new prompt shares.
+
+        Args:
+            token_ids: The text from its first token on; what goes beyond the history is ignored.
+
+        Raises:
+            InputError: Not one row of ids per row held.
+        """
+        self._tokens.remember(token_ids, self.batch_size, self.get_seq_length())
+
+    def align(self, input_ids: Int[Tensor, "rows tokens"]) -> int:
+        """Make the history a prefix of the prompt `input_ids`, so that `generate` may be called with all its ids.
+
+        Keeps the longest history that is known (see `remember`) to be the beginning of every row, and removes the
+        rest. The prompt's last token is always left to be computed: its logits are needed. Where the history cannot
+        be shortened (tokens that left a window, recurrent states) everything is removed. The cache takes note that
+        it is going to hold `input_ids`.
+
+        Returns:
+            Tokens kept.
+
+        Example:
+            >>> from transformers import LlamaConfig, LlamaForCausalLM
+            >>> from hf_kvcache import PagedCache
+            >>> model = LlamaForCausalLM(LlamaConfig(
+            ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
+            >>> cache, prompt = PagedCache(model.config), torch.arange(20)[None]
+            >>> cache.align(prompt)
+            0
+            >>> _ = model(prompt, past_key_values=cache)
+            >>> cache.align(prompt[:, :15])
+            14
+        """
+        if self._tokens.rows not in (0, 1, input_ids.shape[0]):
+            raise InputError(f"the cache holds {self._tokens.rows} rows, the prompt has {input_ids.shape[0]}")
+        seen = self.get_seq_length()
+        kept = min(self._tokens.common_prefix(input_ids), input_ids.shape[1] - 1, seen)
+        if kept < seen:
+            try:
+                self._require_croppable()
+                self.crop(kept - seen)
+            except StateError:
+                kept = 0
+                self.reset()
+        self._tokens.expect(input_ids)
+        return kept
+
+    def continuation(
+        self, new_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
+    ) -> dict[str, Tensor]:
+        """Arguments for `generate` when only the ids that follow the history are at hand.
+
+        Args:
+            new_ids: The new token ids.
+            attention_mask: The mask of the history, where it holds padding. Default: no padding.
+
+        Returns:
+            ``input_ids`` and an ``attention_mask`` over history and new ids.
+
+        Raises:
+            InputError: The mask does not have one entry per row and token of the history.
+        """
+        rows, seen = new_ids.shape[0], self.get_seq_length()
+        if attention_mask is None:
+            attention_mask = new_ids.new_ones(rows, seen)
+        if attention_mask.shape != (rows, seen):
+            raise InputError(
+                f"the history is {rows} rows x {seen} tokens, its attention mask {list(attention_mask.shape)}; "
+                "pass the mask of the history alone"
+            )
+        return {
+            "input_ids": new_ids,
+            "attention_mask": torch.cat([attention_mask, torch.ones_like(new_ids)], dim=1),
+        }
+
+    def _require_croppable(self) -> None:
+        if not self.is_croppable:
+            raise StateError(
+                "a layer of this model (recurrent states) cannot be taken back to an earlier token"
+            )
+
+    # --------------------------------------------------------------------------------------------------- telling
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held; -1 before the first update."""
+        return next((layer.batch_size for layer in self.block_layers), super().batch_size)
+
+    @property
+    def exactness(self) -> Exactness:
+        """What this cache claims about its results."""
+        if self.fused:
+            return Exactness("rounding", "blocks are read in place: the same sums, added in another order")
+        return Exactness("bitwise", "the model gets the tensors that transformers' dynamic cache returns")
+
+    def memory(self) -> Memory:
+        """Bytes held now, by kind and by device."""
+        payload = unused = table = held = other = 0
+        devices: dict[str, int] = {}
+        for layer in self.block_layers:
+            if layer.table is None:
+                continue
+            pool, blocks = layer.table.pool, layer.table
+            open_tokens = blocks.tokens % pool.block_size
+            unfilled = blocks.rows * (pool.block_size - open_tokens) if open_tokens else 0
+            layer_payload = (pool.used_blocks * pool.block_size - unfilled) * pool.token_bytes
+            arena = pool.capacity_blocks * pool.block_size * pool.token_bytes
+            payload += layer_payload
+            unused += arena - layer_payload
+            table += 8 * (blocks.entries + pool.capacity_blocks)
+            held = max(held, blocks.tokens - blocks.first_token)
+            devices[str(layer.device)] = devices.get(str(layer.device), 0) + arena
+        for tensor in self._other_tensors():
+            size = tensor.untyped_storage().nbytes()
+            other += size
+            devices[str(tensor.device)] = devices.get(str(tensor.device), 0) + size
+        blocks_seen = max((layer.get_seq_length() for layer in self.block_layers), default=0)
+        return Memory(payload, unused, table, other, devices, blocks_seen, held)
+
+    def _other_tensors(self) -> Iterator[Tensor]:
+        """Each tensor of the layers that are not ours, one per storage."""
+        storages = set()
+        for layer in self.layers:
+            if isinstance(layer, BlockLayer):
+                continue
+            for attribute in vars(layer).values():
+                for tensor in attribute.values() if isinstance(attribute, dict) else (attribute,):
+                    if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in storages:
+                        storages.add(tensor.untyped_storage().data_ptr())
+                        yield tensor
+
+    def describe(self) -> str:
+        """One readable line per group of equal layers."""
+        lines = []
+        for text, group in groupby(enumerate(self.layers), key=lambda item: _describe_layer(item[1])):
+            numbers = [index for index, _ in group]
+            span = f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}"
+            lines.append(f"{span}: {text}")
+        return "\n".join(lines)
+
+    def check_integrity(self) -> None:
+        """Raise StateError unless every layer's blocks are consistent and all layers agree on the length."""
+        lengths = {layer.get_seq_length() for layer in self.block_layers}
+        if len(lengths) > 1:
+            raise StateError(f"layers hold different numbers of tokens: {sorted(lengths)}")
+        for layer in self.block_layers:
+            layer.check_integrity()
+
+    # ---------------------------------------------------------------------------------------------- save and load
+
+    def save(self, path: str | os.PathLike[str], model: torch.nn.Module) -> None:
+        """Write the history to a safetensors file, marked with the fingerprint of `model`.
+
+        Raises:
+            StateError: Nothing to save, or a layer whose states cannot be stored.
+            StorageError: The file cannot be written.
+        """
+        from .storage import save_cache
+
+        save_cache(self, path, model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: torch.nn.Module) -> KVCache:
+        """A cache with the history that `save` wrote for this very model.
+
+        Raises:
+            StorageError: The file is missing, truncated, altered, of a newer format or of another model.
+        """
+        from .storage import load_cache
+
+        return load_cache(path, model)
+
+
+def _build_layers(config: PreTrainedConfig, block_size: int, fused: bool) -> list[CacheLayerMixin]:
+    layer_types, layer_arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    layers = []
+    for index, (layer_type, arguments) in enumerate(zip(layer_types, layer_arguments, strict=True)):
+        if layer_type in _BLOCK_LAYER_TYPES:
+            layers.append(BlockLayer(block_size, window=arguments.get("sliding_window"), fused=fused))
+        elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments))
+        else:
+            known = ", ".join(sorted(DYNAMIC_LAYER_TYPE_MAPPING))
+            raise ConfigError(
+                f"layer {index} is of type {layer_type!r}, which this version of transformers has no cache for; known: {known}"
+            )
+    return layers
+
+
+def _describe_layer(layer: object) -> str:
+    if not isinstance(layer, BlockLayer):
+        return f"{type(layer).__name__}, kept by transformers"
+    kind = "full attention" if layer.window is None else f"attention window of {layer.window}"
+    text = f"{kind}, blocks of {layer.block_size} tokens"
+    if layer.table is None:
+        return f"{text}, empty"
+    table, pool = layer.table, layer.table.pool
+    size = pool.capacity_blocks * pool.block_size * pool.token_bytes / 2**20
+    return (
+        f"{text}, {table.rows} rows x {table.tokens} tokens ({table.tokens - table.first_token} held) in "
+        f"{pool.used_blocks} of {pool.capacity_blocks} blocks, {size:.2f} MiB {str(layer.dtype).removeprefix('torch.')}"
+    )

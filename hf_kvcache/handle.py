@@ -1,0 +1,201 @@
+"""What a fused layer's `update` returns: a tensor without storage that reads through to the layer.
+
+A model expects keys and values back. Real ones would have to be copied together (paged), decoded (quantized) or
+fetched (offloaded) in full for every token. A `Handle` has their shape, dtype and device but no bytes. When it
+arrives at ``scaled_dot_product_attention``, the layer attends over its blocks where they lie. Any other operation
+first turns it into a real tensor, so every attention implementation, and any model that touches the keys on the way,
+gets what it would have got.
+
+Nothing is registered or patched: this is the `__torch_function__` protocol.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_map
+
+from .errors import StateError
+
+if TYPE_CHECKING:
+    from .layer import BlockLayer
+
+# Questions about a handle that its metadata answers.
+_METADATA = {
+    Tensor.shape.__get__,
+    Tensor.dtype.__get__,
+    Tensor.device.__get__,
+    Tensor.layout.__get__,
+    Tensor.ndim.__get__,
+    Tensor.requires_grad.__get__,
+    Tensor.is_cuda.__get__,
+    Tensor.is_cpu.__get__,
+    Tensor.is_meta.__get__,
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    Tensor.element_size,
+    Tensor.get_device,
+}
+
+_ALL = slice(None)
+
+
+class Handle(torch.Tensor):
+    """Keys or values ``[rows, heads, tokens, width]`` of a layer from `first_token` on.
+
+    Valid until the layer changes: using an older handle raises StateError instead of showing newer history.
+    """
+
+    layer: BlockLayer
+    kind: int
+    first_token: int
+    version: int
+    repeats: int
+
+    @staticmethod
+    def __new__(
+        cls, layer: BlockLayer, kind: int, first_token: int, repeats: int, shape: Sequence[int], like: Tensor
+    ) -> Handle:
+        handle: Handle = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=like.dtype, device=like.device
+        )
+        handle.layer = layer
+        handle.kind = kind
+        handle.first_token = first_token
+        handle.version = layer.version
+        handle.repeats = repeats
+        return handle
+
+    def real(self) -> Tensor:
+        """The real tensor, a contiguous copy."""
+        self._check_valid()
+        tensor = self.layer.materialize(self.first_token)[self.kind]
+        if self.ndim == 5:
+            return tensor[:, :, None].expand(self.shape)
+        return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, dim=1)
+
+    def _check_valid(self) -> None:
+        if self.version != self.layer.version:
+            raise StateError(
+                "these keys and values were returned by an earlier update and the cache has changed since; "
+                "use them before the next update, or keep a copy with `.clone()`"
+            )
+
+    def _reshaped(self, shape: Sequence[int], repeats: int) -> Handle:
+        self._check_valid()
+        return Handle(self.layer, self.kind, self.first_token, repeats, shape, self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        kind = "values" if self.kind else "keys"
+        return f"Handle({kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.real().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.real()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is scaled_dot_product_attention:
+            fused = _attend(*args, **kwargs)
+            if fused is not None:
+                return fused
+        elif func is Tensor.__getitem__ or func is Tensor.expand or func is Tensor.reshape:
+            repeated = _repeat_heads(func, args)
+            if repeated is not None:
+                return repeated
+        return func(*_real(args), **_real(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # Reached only from code that runs below `__torch_function__`.
+        return func(*_real(args), **_real(kwargs or {}))
+
+
+def _real(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.real() if isinstance(leaf, Handle) else leaf, tree)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """The layer's own attention, or None where only real tensors will do."""
+    if not (isinstance(key, Handle) and isinstance(value, Handle)) or isinstance(query, Handle):
+        return None
+    same_history = (
+        key.layer is value.layer and key.first_token == value.first_token and key.repeats == value.repeats
+    )
+    if not same_history or (key.kind, value.kind) != (0, 1) or key.ndim != 4 or value.ndim != 4:
+        return None
+    if dropout_p > 0.0 or is_causal or query.ndim != 4 or query.requires_grad:
+        return None
+    heads = key.shape[1]
+    if query.shape[0] != key.shape[0] or value.shape[1] != heads or query.shape[3] != key.shape[3]:
+        return None
+    if query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0):
+        return None
+    key._check_valid()
+    value._check_valid()
+    return key.layer.attend(query, attn_mask, scale or 1 / math.sqrt(query.shape[3]), key.first_token)
+
+
+def _repeat_heads(func: Callable[..., Any], args: Sequence[Any]) -> Handle | None:
+    """Follow the three steps by which models repeat key heads, without bytes; None for anything else.
+
+    ``handle[:, :, None]`` -> ``.expand(rows, heads, repeats, tokens, width)`` -> ``.reshape(rows, heads * repeats,
+    tokens, width)``.
+    """
+    handle = args[0]
+    if not isinstance(handle, Handle):
+        return None
+    rows, heads, *rest, tokens, width = handle.shape
+    if func is Tensor.__getitem__:
+        if handle.repeats != 1 or rest or args[1] not in ((_ALL, _ALL, None, _ALL, _ALL), (_ALL, _ALL, None)):
+            return None
+        return handle._reshaped((rows, heads, 1, tokens, width), 1)
+    if len(rest) != 1:
+        return None
+    shape = (
+        tuple(args[1])
+        if len(args) == 2 and isinstance(args[1], tuple | list | torch.Size)
+        else tuple(args[1:])
+    )
+    if func is Tensor.expand:
+        fits = len(shape) == 5 and rest == [1] and shape == (rows, heads, shape[2], tokens, width)
+        return handle._reshaped(shape, shape[2]) if fits and shape[2] > 0 else None
+    if shape != (rows, heads * rest[0], tokens, width):
+        return None
+    return handle._reshaped(shape, rest[0])

@@ -1,0 +1,111 @@
+"""Caches from a string, for command lines and recipes: ``paged`` or ``paged:block_size=16,fused=false``.
+
+A specification is one term or several joined by ``+``; a term is a name and, after a colon, its ``key=value``
+options separated by commas. Each term makes one choice; two terms that make the same choice do not combine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from .cache import KVCache
+from .caches import PagedCache
+from .errors import SpecError
+
+STRATEGIES: dict[str, Callable[..., KVCache]] = {"paged": PagedCache}
+"""Every cache a specification can name."""
+
+
+class Term(NamedTuple):
+    """One term of a specification."""
+
+    name: str
+    options: dict[str, Any]
+    position: int
+    """Where it begins in the string."""
+
+
+def build_cache(config: PreTrainedConfig, spec: str) -> KVCache:
+    """The cache that `spec` describes, for models of this config.
+
+    Raises:
+        SpecError: It does not parse, or names a strategy or an option that does not exist; the message shows where.
+        ConfigError: The values are impossible.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> from hf_kvcache import build_cache
+        >>> build_cache(LlamaConfig(num_hidden_layers=2), "paged:block_size=16").block_size
+        16
+    """
+    terms = parse_spec(spec)
+    if len(terms) > 1:
+        raise _error(
+            spec,
+            terms[1].position,
+            f"{terms[0].name!r} and {terms[1].name!r} both say how the history is kept; name one",
+        )
+    name, options, position = terms[0]
+    if name not in STRATEGIES:
+        raise _error(spec, position, f"no cache is called {name!r}{_nearest(name, list(STRATEGIES))}")
+    known = [
+        parameter for parameter in inspect.signature(STRATEGIES[name]).parameters if parameter != "config"
+    ]
+    for option in options:
+        if option not in known:
+            at = spec.index(option, position + len(name))
+            raise _error(spec, at, f"{name!r} has no option {option!r}{_nearest(option, known)}")
+    return STRATEGIES[name](config, **options)
+
+
+def parse_spec(spec: str) -> list[Term]:
+    """Split a specification into its terms, values converted to bool, int or float where they look like one.
+
+    Raises:
+        SpecError: It does not parse; the message shows where.
+    """
+    terms, position = [], 0
+    for text in spec.split("+"):
+        name, colon, rest = text.partition(":")
+        if not name.strip().isidentifier():
+            raise _error(spec, position, "expected the name of a cache here")
+        options: dict[str, Any] = {}
+        at = position + len(name) + 1
+        for item in rest.split(",") if colon else []:
+            key, equals, value = (part.strip() for part in item.partition("="))
+            if not key.isidentifier() or not equals or not value:
+                raise _error(spec, at, "expected key=value here")
+            if key in options:
+                raise _error(spec, at, f"option {key!r} is given twice")
+            options[key] = _value(value)
+            at += len(item) + 1
+        terms.append(Term(name.strip(), options, position))
+        position += len(text) + 1
+    return terms
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=2)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known: {', '.join(known)}"
+
+
+def _error(spec: str, position: int, message: str) -> SpecError:
+    return SpecError(f"{message}\n  {spec}\n  {' ' * position}^")
