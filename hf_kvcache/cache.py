@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     get_layer_types_and_kwargs,
 )
+from typing_extensions import Self
 
 from .errors import ConfigError, InputError, StateError
 from .layer import BlockLayer
@@ -111,18 +111,16 @@ class KVCache(DynamicCache):
 
         Raises:
             InputError: The states do not fit the history, or their positions do not continue it (where transformers
-                passes positions, since 5.2x); nothing is stored.
+                passes positions); nothing is stored.
             StateError: An earlier forward pass stopped half way through the layers.
         """
         if layer_idx >= len(self.layers):
             raise InputError(
-                f"layer {layer_idx} does not exist in a cache of {len(self.layers)} layers: it was built for another model"
+                f"layer {layer_idx} does not exist in a cache of {len(self.layers)} layers, built for another model"
             )
         layer = self.layers[layer_idx]
         if not isinstance(layer, BlockLayer):
-            states: tuple[Tensor, Tensor] = super().update(
-                key_states, value_states, layer_idx, *args, **kwargs
-            )
+            states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return states
         blocks = self.block_layers
         if layer is blocks[0]:
@@ -140,25 +138,35 @@ class KVCache(DynamicCache):
                 "Start again with `cache.reset()`"
             )
         positions = (kwargs.get("kwargs") or {}).get("position_ids")
-        self._positions.check(positions, key_states.shape[0], key_states.shape[2], seen)
+        self._positions.check(positions, key_states.shape[2], seen)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens from every layer; see `BlockLayer.crop`."""
-        super().crop(tokens_to_remove)
+        """Remove the last ``-tokens_to_remove`` tokens from every layer, or raise and change none of ours.
+
+        See `BlockLayer.crop`.
+        """
+        for block_layer in self.block_layers:
+            block_layer.check_crop(tokens_to_remove)
+        # transformers' own layers may still refuse; they go first, so that ours are not left shorter than theirs.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, BlockLayer)):
+            layer.crop(tokens_to_remove)
         self._positions.crop(-tokens_to_remove)
         self._tokens.truncate(self.get_seq_length())
 
     def reset(self) -> None:
         """Forget the history and give its memory back. The cache can be used again, for any batch."""
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         self._positions.reset()
         self._tokens.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i a copy of old row ``beam_idx[i]`` in every layer; blocks are shared, not copied."""
         rows = beam_idx.cpu()
         for layer in self.layers:
-            layer.reorder_cache(rows if isinstance(layer, BlockLayer) else beam_idx)
+            if isinstance(layer, BlockLayer):
+                layer.batch_select_indices(rows)
+            else:
+                layer.reorder_cache(beam_idx)
         self._select_records(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -259,11 +267,14 @@ class KVCache(DynamicCache):
             "attention_mask": torch.cat([attention_mask, torch.ones_like(new_ids)], dim=1),
         }
 
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The token ids known of the history (see `remember`), ``[rows or 1, tokens]`` on the CPU; None if unknown."""
+        return self._tokens.known(self.get_seq_length())
+
     def _require_croppable(self) -> None:
         if not self.is_croppable:
-            raise StateError(
-                "a layer of this model (recurrent states) cannot be taken back to an earlier token"
-            )
+            raise StateError("a layer of this model (recurrent states) cannot be taken back to an earlier token")
 
     # --------------------------------------------------------------------------------------------------- telling
 
@@ -334,7 +345,7 @@ class KVCache(DynamicCache):
 
     # ---------------------------------------------------------------------------------------------- save and load
 
-    def save(self, path: str | os.PathLike[str], model: torch.nn.Module) -> None:
+    def save(self, path: str | os.PathLike[str], model: PreTrainedModel) -> None:
         """Write the history to a safetensors file, marked with the fingerprint of `model`.
 
         Raises:
@@ -346,7 +357,7 @@ class KVCache(DynamicCache):
         save_cache(self, path, model)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: torch.nn.Module) -> KVCache:
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> Self:
         """A cache with the history that `save` wrote for this very model.
 
         Raises:
@@ -354,12 +365,12 @@ class KVCache(DynamicCache):
         """
         from .storage import load_cache
 
-        return load_cache(path, model)
+        return load_cache(cls, path, model)
 
 
-def _build_layers(config: PreTrainedConfig, block_size: int, fused: bool) -> list[CacheLayerMixin]:
+def _build_layers(config: PreTrainedConfig, block_size: int, fused: bool) -> list[Any]:
     layer_types, layer_arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    layers = []
+    layers: list[Any] = []
     for index, (layer_type, arguments) in enumerate(zip(layer_types, layer_arguments, strict=True)):
         if layer_type in _BLOCK_LAYER_TYPES:
             layers.append(BlockLayer(block_size, window=arguments.get("sliding_window"), fused=fused))
@@ -368,7 +379,7 @@ def _build_layers(config: PreTrainedConfig, block_size: int, fused: bool) -> lis
         else:
             known = ", ".join(sorted(DYNAMIC_LAYER_TYPE_MAPPING))
             raise ConfigError(
-                f"layer {index} is of type {layer_type!r}, which this version of transformers has no cache for; known: {known}"
+                f"layer {index} is of type {layer_type!r}, which this transformers has no cache for; known: {known}"
             )
     return layers
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map
+from typing_extensions import Self
 
 from .errors import StateError
 
@@ -27,23 +28,11 @@ if TYPE_CHECKING:
 
 # Questions about a handle that its metadata answers.
 _METADATA = {
-    Tensor.shape.__get__,
-    Tensor.dtype.__get__,
-    Tensor.device.__get__,
-    Tensor.layout.__get__,
-    Tensor.ndim.__get__,
-    Tensor.requires_grad.__get__,
-    Tensor.is_cuda.__get__,
-    Tensor.is_cpu.__get__,
-    Tensor.is_meta.__get__,
-    Tensor.size,
-    Tensor.dim,
-    Tensor.ndimension,
-    Tensor.numel,
-    Tensor.__len__,
-    Tensor.is_floating_point,
-    Tensor.element_size,
-    Tensor.get_device,
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta")
+} | {
+    getattr(Tensor, name)
+    for name in ("size", "dim", "ndimension", "numel", "__len__", "is_floating_point", "element_size", "get_device")
 }
 
 _ALL = slice(None)
@@ -64,8 +53,10 @@ class Handle(torch.Tensor):
     @staticmethod
     def __new__(
         cls, layer: BlockLayer, kind: int, first_token: int, repeats: int, shape: Sequence[int], like: Tensor
-    ) -> Handle:
-        handle: Handle = torch.Tensor._make_wrapper_subclass(
+    ) -> Self:
+        """A handle of `shape` with the dtype and device of `like`."""
+        # The protocol's own constructor; it has no public name. https://docs.pytorch.org/docs/stable/notes/extending.html
+        handle: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, tuple(shape), dtype=like.dtype, device=like.device
         )
         handle.layer = layer
@@ -75,34 +66,36 @@ class Handle(torch.Tensor):
         handle.repeats = repeats
         return handle
 
-    def real(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """The real tensor, a contiguous copy."""
-        self._check_valid()
+        self.check_valid()
         tensor = self.layer.materialize(self.first_token)[self.kind]
         if self.ndim == 5:
             return tensor[:, :, None].expand(self.shape)
         return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, dim=1)
 
-    def _check_valid(self) -> None:
+    def check_valid(self) -> None:
+        """Raise StateError if the layer has changed since."""
         if self.version != self.layer.version:
             raise StateError(
                 "these keys and values were returned by an earlier update and the cache has changed since; "
                 "use them before the next update, or keep a copy with `.clone()`"
             )
 
-    def _reshaped(self, shape: Sequence[int], repeats: int) -> Handle:
-        self._check_valid()
+    def reshaped(self, shape: Sequence[int], repeats: int) -> Handle:
+        """The same history in another shape, with every head repeated `repeats` times."""
+        self.check_valid()
         return Handle(self.layer, self.kind, self.first_token, repeats, shape, self)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         kind = "values" if self.kind else "keys"
         return f"Handle({kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.real().__reduce_ex__(protocol)
+        return self.materialize().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.real()
+        return self.materialize()
 
     @classmethod
     def __torch_function__(
@@ -114,7 +107,7 @@ class Handle(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
             fused = _attend(*args, **kwargs)
@@ -127,7 +120,7 @@ class Handle(torch.Tensor):
         return func(*_real(args), **_real(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -139,7 +132,7 @@ class Handle(torch.Tensor):
 
 
 def _real(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.real() if isinstance(leaf, Handle) else leaf, tree)
+    return tree_map(lambda leaf: leaf.materialize() if isinstance(leaf, Handle) else leaf, tree)
 
 
 def _attend(
@@ -155,21 +148,25 @@ def _attend(
     """The layer's own attention, or None where only real tensors will do."""
     if not (isinstance(key, Handle) and isinstance(value, Handle)) or isinstance(query, Handle):
         return None
-    same_history = (
-        key.layer is value.layer and key.first_token == value.first_token and key.repeats == value.repeats
-    )
-    if not same_history or (key.kind, value.kind) != (0, 1) or key.ndim != 4 or value.ndim != 4:
-        return None
-    if dropout_p > 0.0 or is_causal or query.ndim != 4 or query.requires_grad:
+    if dropout_p > 0.0 or is_causal or query.requires_grad or not _same_history(key, value):
         return None
     heads = key.shape[1]
-    if query.shape[0] != key.shape[0] or value.shape[1] != heads or query.shape[3] != key.shape[3]:
+    fits = query.ndim == 4 and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
+    if not fits or (query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0)):
         return None
-    if query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0):
-        return None
-    key._check_valid()
-    value._check_valid()
+    key.check_valid()
     return key.layer.attend(query, attn_mask, scale or 1 / math.sqrt(query.shape[3]), key.first_token)
+
+
+def _same_history(key: Handle, value: Handle) -> bool:
+    """Whether these are the keys and the values of one history, with equally many heads."""
+    origins = [(handle.layer, handle.version, handle.first_token, handle.repeats) for handle in (key, value)]
+    return (
+        origins[0] == origins[1]
+        and (key.kind, value.kind) == (0, 1)
+        and key.ndim == value.ndim == 4
+        and key.shape[1] == value.shape[1]
+    )
 
 
 def _repeat_heads(func: Callable[..., Any], args: Sequence[Any]) -> Handle | None:
@@ -183,19 +180,13 @@ def _repeat_heads(func: Callable[..., Any], args: Sequence[Any]) -> Handle | Non
         return None
     rows, heads, *rest, tokens, width = handle.shape
     if func is Tensor.__getitem__:
-        if handle.repeats != 1 or rest or args[1] not in ((_ALL, _ALL, None, _ALL, _ALL), (_ALL, _ALL, None)):
-            return None
-        return handle._reshaped((rows, heads, 1, tokens, width), 1)
+        adds_axis = args[1] in ((_ALL, _ALL, None, _ALL, _ALL), (_ALL, _ALL, None))
+        fits = adds_axis and not rest and handle.repeats == 1
+        return handle.reshaped((rows, heads, 1, tokens, width), 1) if fits else None
     if len(rest) != 1:
         return None
-    shape = (
-        tuple(args[1])
-        if len(args) == 2 and isinstance(args[1], tuple | list | torch.Size)
-        else tuple(args[1:])
-    )
+    shape = tuple(args[1]) if len(args) == 2 and isinstance(args[1], tuple | list | torch.Size) else tuple(args[1:])
     if func is Tensor.expand:
-        fits = len(shape) == 5 and rest == [1] and shape == (rows, heads, shape[2], tokens, width)
-        return handle._reshaped(shape, shape[2]) if fits and shape[2] > 0 else None
-    if shape != (rows, heads * rest[0], tokens, width):
-        return None
-    return handle._reshaped(shape, rest[0])
+        fits = rest == [1] and len(shape) == 5 and shape == (rows, heads, shape[2], tokens, width) and shape[2] > 0
+        return handle.reshaped(shape, shape[2]) if fits else None
+    return handle.reshaped(shape, rest[0]) if shape == (rows, heads * rest[0], tokens, width) else None

@@ -42,7 +42,10 @@ class BlockLayer(CacheLayerMixin):
         self.fused = fused
         self.is_sliding = window is not None
         self.record_past = False
-        self.reset()
+        self.table: BlockTable | None = None
+        self.is_initialized = False
+        # Grows for the life of the layer, so that a handle from before a change is never mistaken for a valid one.
+        self.version = 0
 
     def __repr__(self) -> str:
         window = f", window={self.window}" if self.window is not None else ""
@@ -52,18 +55,14 @@ class BlockLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Fix heads, widths, dtype and device from a sample of the states."""
-        self.table: BlockTable | None = BlockTable(
-            BlockPool(key_states, value_states, self.block_size), key_states.shape[0]
-        )
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+        self.restore(BlockTable(BlockPool(key_states, value_states, self.block_size), key_states.shape[0]))
 
     def update(
         self,
         key_states: Float[Tensor, "rows key_heads tokens key_width"],
         value_states: Float[Tensor, "rows value_heads tokens value_width"],
-        *args: Any,
-        **kwargs: Any,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
         """Store the states of new tokens and return the keys and values their queries attend to.
 
@@ -85,11 +84,7 @@ class BlockLayer(CacheLayerMixin):
         if table.tokens == 0:
             self._store_first(key_states, value_states)
             self.version += 1
-            return (
-                (key_states, value_states)
-                if self.fused
-                else (key_states.contiguous(), value_states.contiguous())
-            )
+            return (key_states, value_states) if self.fused else (key_states.contiguous(), value_states.contiguous())
         first_token = self._first_visible(table.tokens)
         if not self.record_past:
             table.drop_before(first_token)
@@ -98,8 +93,7 @@ class BlockLayer(CacheLayerMixin):
         if not self.fused:
             return self.materialize(first_token)
         shapes = [
-            (*states.shape[:2], table.tokens - first_token, states.shape[3])
-            for states in (key_states, value_states)
+            (*states.shape[:2], table.tokens - first_token, states.shape[3]) for states in (key_states, value_states)
         ]
         return (
             Handle(self, 0, first_token, 1, shapes[0], key_states),
@@ -135,8 +129,7 @@ class BlockLayer(CacheLayerMixin):
         """Forget everything and give the memory back."""
         self.table = None
         self.is_initialized = False
-        # Grows for the life of the layer, so that a handle from before a reset is not mistaken for a valid one.
-        self.version = getattr(self, "version", 0) + 1
+        self.version += 1
 
     def activate_past_recording(self) -> None:
         """Keep tokens that leave the window until the next `crop`, so that it can take steps back."""
@@ -149,27 +142,31 @@ class BlockLayer(CacheLayerMixin):
             InputError: A positive number, or more tokens than the history has.
             StateError: Tokens that the shorter history must see have left the window already; nothing changes.
         """
-        if tokens_to_remove > 0:
-            raise InputError(f"crop takes the negative number of tokens to remove, got {tokens_to_remove}")
+        self.check_crop(tokens_to_remove)
         if self.table is None:
             return
-        table = self.table
-        tokens = table.tokens + tokens_to_remove
-        if tokens < 0:
-            raise InputError(
-                f"cannot remove {-tokens_to_remove} tokens from a cache that holds {table.tokens}"
-            )
-        first_token = self._first_visible(tokens)
-        if first_token < table.first_token and tokens_to_remove:
-            raise StateError(
-                f"removing {-tokens_to_remove} of {table.tokens} tokens needs the history from token {first_token} on, but "
-                f"what lies before {table.first_token} has left the window of {self.window}. Call "
-                "`cache.activate_past_recording()` before the tokens are stored, or start again with `cache.reset()`"
-            )
+        tokens = self.table.tokens + tokens_to_remove
         if tokens_to_remove:
-            table.truncate(tokens)
-        table.drop_before(first_token)
+            self.table.truncate(tokens)
+        self.table.drop_before(self._first_visible(tokens))
         self.version += 1
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what `crop` would raise, and change nothing."""
+        if tokens_to_remove > 0:
+            raise InputError(f"crop takes the negative number of tokens to remove, got {tokens_to_remove}")
+        if self.table is None or tokens_to_remove == 0:
+            return
+        held, seen = self.table.first_token, self.table.tokens
+        if seen + tokens_to_remove < 0:
+            raise InputError(f"cannot remove {-tokens_to_remove} tokens from a cache that holds {seen}")
+        needed = self._first_visible(seen + tokens_to_remove)
+        if needed < held:
+            raise StateError(
+                f"removing {-tokens_to_remove} of {seen} tokens needs history from token {needed} on, but what lies "
+                f"before {held} has left the window of {self.window}. Call `cache.activate_past_recording()` before "
+                "the tokens are stored, or start again with `cache.reset()`"
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of old row ``beam_idx[i]``; sealed blocks are shared, not copied."""
@@ -199,12 +196,12 @@ class BlockLayer(CacheLayerMixin):
         return -1 if self.table is None else self.table.rows
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """A copy of the keys held, ``[rows, heads, tokens, width]``; None before the first update."""
         return None if self.table is None else materialize(self.table, self.table.first_token)[0]
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """A copy of the values held, ``[rows, heads, tokens, width]``; None before the first update."""
         return None if self.table is None else materialize(self.table, self.table.first_token)[1]
 
@@ -221,6 +218,13 @@ class BlockLayer(CacheLayerMixin):
     ) -> Float[Tensor, "rows query_heads queries value_width"]:
         """Attention of `query` over the history from position `first_token` on; see `hf_kvcache.attention.attend`."""
         return attend(self._table(), first_token, query, mask, scale)
+
+    def restore(self, table: BlockTable) -> None:
+        """Take over a history that was stored."""
+        self.table = table
+        self.dtype, self.device = table.pool.keys.dtype, table.pool.keys.device
+        self.is_initialized = True
+        self.version += 1
 
     def check_integrity(self) -> None:
         """Raise StateError unless the blocks of this layer are consistent."""
@@ -244,9 +248,7 @@ class BlockLayer(CacheLayerMixin):
         if not self.record_past:
             skipped = self._first_visible(key_states.shape[2]) // self.block_size
             table.skip(skipped)
-        table.append(
-            key_states[:, :, skipped * self.block_size :], value_states[:, :, skipped * self.block_size :]
-        )
+        table.append(key_states[:, :, skipped * self.block_size :], value_states[:, :, skipped * self.block_size :])
 
     def _select(self, rows: list[int]) -> None:
         table = self._table()
@@ -256,12 +258,7 @@ class BlockLayer(CacheLayerMixin):
         self.version += 1
 
     def _check_states(self, keys: Tensor, values: Tensor) -> None:
-        if (
-            keys.ndim != 4
-            or values.ndim != 4
-            or keys.shape[0] != values.shape[0]
-            or keys.shape[2] != values.shape[2]
-        ):
+        if keys.ndim != 4 or values.ndim != 4 or keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
             raise InputError(
                 "keys and values must be [rows, heads, tokens, width] with equal rows and tokens, got "
                 f"{list(keys.shape)} and {list(values.shape)}"

@@ -32,7 +32,7 @@ class PositionGuard:
         if self._last is not None and self._last.shape[0] > 1:
             self._last = self._last[rows.to(self._last.device)]
 
-    def check(self, positions: Tensor | None, rows: int, tokens: int, seen: int) -> None:
+    def check(self, positions: Tensor | None, tokens: int, seen: int) -> None:
         """Check the positions ``[rows or 1, tokens]`` of new tokens against a history of `seen` tokens.
 
         Several new tokens are checked; single ones are only taken note of, since looking at them would make a GPU
@@ -50,9 +50,7 @@ class PositionGuard:
 
     def _compare(self, positions: Tensor, seen: int) -> None:
         last = self._last
-        if last is None or (
-            last.shape[0] != positions.shape[0] and 1 not in (last.shape[0], positions.shape[0])
-        ):
+        if last is None or (last.shape[0] != positions.shape[0] and 1 not in (last.shape[0], positions.shape[0])):
             return
         new = positions.cpu()
         # Padding before the new text has a constant position; the text is the rising run at the end of the row.
@@ -65,8 +63,8 @@ class PositionGuard:
         if not bool(fits.all()):
             row = int(torch.where(~fits)[0][0])
             raise InputError(
-                f"row {row}: the cache holds {seen} tokens up to position {int(expected.expand_as(first)[row]) - 1}, but the "
-                f"new text starts at position {int(first[row])}. A prompt that is (partly) cached must begin with "
-                "exactly what is cached: call `cache.align(input_ids)` before `generate`, pass only the new ids through "
-                "`cache.continuation(new_ids)`, or start again with `cache.reset()`"
+                f"row {row}: the cache holds {seen} tokens up to position {int(expected.expand_as(first)[row]) - 1}, "
+                f"but the new text starts at position {int(first[row])}. A prompt that is (partly) cached must begin "
+                "with exactly what is cached: call `cache.align(input_ids)` before `generate`, pass only the new ids "
+                "through `cache.continuation(new_ids)`, or start again with `cache.reset()`"
             )

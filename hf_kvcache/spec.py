@@ -53,9 +53,7 @@ def build_cache(config: PreTrainedConfig, spec: str) -> KVCache:
     name, options, position = terms[0]
     if name not in STRATEGIES:
         raise _error(spec, position, f"no cache is called {name!r}{_nearest(name, list(STRATEGIES))}")
-    known = [
-        parameter for parameter in inspect.signature(STRATEGIES[name]).parameters if parameter != "config"
-    ]
+    known = [parameter for parameter in inspect.signature(STRATEGIES[name]).parameters if parameter != "config"]
     for option in options:
         if option not in known:
             at = spec.index(option, position + len(name))

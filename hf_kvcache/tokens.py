@@ -19,6 +19,10 @@ class TokenRecord:
         """Rows known; 0 if nothing is."""
         return 0 if self._ids is None else self._ids.shape[0]
 
+    def known(self, tokens: int) -> Tensor | None:
+        """The ids known of a history of `tokens` tokens, ``[rows or 1, known tokens]``."""
+        return None if self._ids is None else self._ids[:, :tokens]
+
     def reset(self) -> None:
         """Know nothing."""
         self._ids = None
@@ -26,9 +30,7 @@ class TokenRecord:
     def remember(self, token_ids: Int[Tensor, "rows tokens"], rows: int, tokens: int) -> None:
         """Note the text of a history of `rows` rows and `tokens` tokens."""
         if token_ids.shape[0] != rows:
-            raise InputError(
-                f"the cache holds {max(rows, 0)} rows, but token ids of {token_ids.shape[0]} came"
-            )
+            raise InputError(f"the cache holds {max(rows, 0)} rows, but token ids of {token_ids.shape[0]} came")
         self._ids = token_ids[:, :tokens].cpu()
 
     def expect(self, token_ids: Int[Tensor, "rows tokens"]) -> None:

@@ -43,16 +43,12 @@ def weighted_sum(
 ) -> Float[Tensor, "heads queries width"]:
     """Sums of the values, weighted by each query's row."""
     tokens = values.shape[1]
-    if (
-        values.device.type != "cpu"
-        or values.dtype in (torch.bfloat16, torch.float16)
-        or tokens < _PIECES_FROM_TOKENS
-    ):
+    if values.device.type != "cpu" or values.dtype in (torch.bfloat16, torch.float16) or tokens < _PIECES_FROM_TOKENS:
         return torch.bmm(weights, values)
     even = tokens // _PIECES * _PIECES
     sums = []
     for head_weights, head_values in zip(weights, values, strict=True):
-        cut = head_weights[:, :even].unflatten(1, (_PIECES, -1)).transpose(0, 1)
+        cut = head_weights[:, :even].reshape(-1, _PIECES, even // _PIECES).transpose(0, 1)
         total = torch.bmm(cut, head_values[:even].view(_PIECES, -1, values.shape[2])).sum(0)
         if even < tokens:
             total = torch.addmm(total, head_weights[:, even:], head_values[even:])

@@ -62,9 +62,7 @@ def attend(
             packed = query.view(rows, heads, groups, width)
             out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
             return out.view(rows, query_heads, 1, -1)
-        return scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=groups > 1
-        )
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
 
     grouped = query.reshape(rows, heads, groups * queries, width)
     pieces = list(_pieces(table, first_token))
@@ -85,7 +83,7 @@ def _scores(grouped: Tensor, pieces: list[_Piece], tokens: int) -> Tensor:
             continue
         reading = grouped if rows_read is None else grouped[rows_read]
         stacked = reading.transpose(0, 1).reshape(heads, -1, reading.shape[3])
-        product = matmul.scores(stacked, keys).unflatten(1, (-1, queries)).transpose(0, 1)
+        product = matmul.scores(stacked, keys).reshape(heads, -1, queries, end - begin).transpose(0, 1)
         if rows_read is None:
             scores[..., begin:end] = product
         else:
@@ -121,7 +119,7 @@ def _weighted_sums(weights: Tensor, pieces: list[_Piece]) -> Tensor:
             continue
         reading = part if rows_read is None else part[rows_read]
         stacked = reading.transpose(0, 1).reshape(heads, -1, end - begin)
-        product = matmul.weighted_sum(stacked, values).unflatten(1, (-1, queries)).transpose(0, 1)
+        product = matmul.weighted_sum(stacked, values).view(heads, -1, queries, values.shape[-1]).transpose(0, 1)
         if rows_read is None:
             total += product
         else:
@@ -144,7 +142,7 @@ def _pieces(table: BlockTable, first_token: int) -> Iterator[_Piece]:
             rows = None if len(segment.rows) == table.rows else segment.rows
             yield _Piece(rows, begin, end, pool.keys[:, slots], pool.values[:, slots])
         else:
-            keys, values = pool.gather(segment.index)
+            keys, values = pool.gather(segment.slots)
             cut = slice(begin - start, end - start)
             yield _Piece(None, begin, end, keys[:, :, cut], values[:, :, cut])
 

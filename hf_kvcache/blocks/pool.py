@@ -37,6 +37,19 @@ class BlockPool:
         # An insertion-ordered set: taking a given block and taking any block are both O(1).
         self._free: dict[int, None] = {}
 
+    @classmethod
+    def restore(
+        cls,
+        keys: Float[Tensor, "key_heads tokens key_width"],
+        values: Float[Tensor, "value_heads tokens value_width"],
+        block_size: int,
+    ) -> BlockPool:
+        """A pool whose arenas are these tensors, with no free block; the caller retains each block it refers to."""
+        pool = cls(keys[None], values[None], block_size)
+        pool.keys, pool.values = keys, values
+        pool.references = [0] * (keys.shape[1] // block_size)
+        return pool
+
     @property
     def capacity_blocks(self) -> int:
         """Blocks the arenas have room for."""
@@ -55,9 +68,7 @@ class BlockPool:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values."""
-        return sum(
-            arena.shape[0] * arena.shape[2] * arena.element_size() for arena in (self.keys, self.values)
-        )
+        return sum(arena.shape[0] * arena.shape[2] * arena.element_size() for arena in (self.keys, self.values))
 
     def allocate(self, after: int | None = None) -> int:
         """Take a free block with one reference, the one that follows block `after` in memory if it is free.
@@ -104,15 +115,13 @@ class BlockPool:
             arena[:, target * size : (target + 1) * size] = arena[:, source * size : (source + 1) * size]
 
     def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of `blocks` (``[rows, columns]`` slot numbers), each ``[rows, heads, columns * block_size, width]``."""
+        """Copies of `blocks` (``[rows, columns]`` numbers), each ``[rows, heads, columns * block_size, width]``."""
         rows, columns = blocks.shape
         flat = blocks.reshape(-1)
         copies = []
         for arena in (self.keys, self.values):
             paged = arena.view(arena.shape[0], -1, self.block_size, arena.shape[2])
-            copy = paged.index_select(1, flat).view(
-                arena.shape[0], rows, columns * self.block_size, arena.shape[2]
-            )
+            copy = paged.index_select(1, flat).view(arena.shape[0], rows, columns * self.block_size, arena.shape[2])
             copies.append(copy.transpose(0, 1))
         return copies[0], copies[1]
 
@@ -129,9 +138,7 @@ class BlockPool:
         """
         moved = {old: new for new, old in enumerate(order) if old is not None}
         if len(moved) != self.used_blocks:
-            raise StateError(
-                f"rearranging must keep all {self.used_blocks} blocks in use, {len(moved)} were listed"
-            )
+            raise StateError(f"rearranging must keep all {self.used_blocks} blocks in use, {len(moved)} were listed")
         self.keys = self._moved(self.keys, order)
         self.values = self._moved(self.values, order)
         self.references = [0 if old is None else self.references[old] for old in order]
@@ -158,16 +165,12 @@ class BlockPool:
         """Raise StateError unless counts, free list and arenas agree."""
         unreferenced = {block for block, count in enumerate(self.references) if count == 0}
         if unreferenced != set(self._free):
-            raise StateError(
-                f"free list {sorted(self._free)} differs from the unreferenced blocks {sorted(unreferenced)}"
-            )
+            raise StateError(f"free list {sorted(self._free)} differs from the unreferenced {sorted(unreferenced)}")
         if any(count < 0 for count in self.references):
             raise StateError(f"a block was released more often than retained: {self.references}")
         for arena in (self.keys, self.values):
             if arena.shape[1] != self.capacity_blocks * self.block_size or not arena.is_contiguous():
-                raise StateError(
-                    f"an arena of shape {tuple(arena.shape)} does not hold {self.capacity_blocks} blocks"
-                )
+                raise StateError(f"an arena of shape {tuple(arena.shape)} does not hold {self.capacity_blocks} blocks")
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

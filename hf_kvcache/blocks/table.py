@@ -11,6 +11,7 @@ common prompt of many rows therefore costs one list, and reordering beams touche
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Gather(NamedTuple):
 
     column: int
     """First table column."""
-    index: Tensor
+    slots: Tensor
     """Blocks, ``[rows, blocks]`` on the pool's device."""
     blocks: int
     """How many columns."""
@@ -140,9 +141,7 @@ class BlockTable:
         size = self.pool.block_size
         count = keys.shape[2] // size
         owners = _equal_blocks(keys, values, size)
-        fresh = [
-            [column for column in range(count) if owner[column] == row] for row, owner in enumerate(owners)
-        ]
+        fresh = [[column for column in range(count) if owner[column] == row] for row, owner in enumerate(owners)]
         self._reserve([len(columns) for columns in fresh])
         for row, columns in enumerate(fresh):
             blocks = self.private[row]
@@ -254,9 +253,7 @@ class BlockTable:
         """
         size = self.pool.block_size
         if tokens < self.first_token or tokens > self.tokens:
-            raise StateError(
-                f"cannot truncate to {tokens} tokens: {self.first_token} to {self.tokens} are held"
-            )
+            raise StateError(f"cannot truncate to {tokens} tokens: {self.first_token} to {self.tokens} are held")
         keep = -(-tokens // size) - self.dropped_blocks
         private = max(0, keep - len(self.shared))
         for row in self.private:
@@ -342,10 +339,7 @@ class BlockTable:
     def _build_segments(self) -> list[Segment]:
         everyone = list(range(self.rows))
         if self.rows == 1:
-            return [
-                Run(everyone, first, block, n)
-                for first, block, n in _consecutive(self.shared + self.private[0])
-            ]
+            return [Run(everyone, first, block, n) for first, block, n in _consecutive(self.shared + self.private[0])]
         segments: list[Segment] = [Run(everyone, *run) for run in _consecutive(self.shared)]
         for begin, end, groups in self._partitions():
             column = len(self.shared) + begin
@@ -382,7 +376,7 @@ class BlockTable:
             return None
         firsts = [row[0] for row in self.private]
         stride = firsts[1] - firsts[0]
-        equal = all(later - first == stride for first, later in zip(firsts, firsts[1:], strict=False))
+        equal = all(later - first == stride for first, later in pairwise(firsts))
         return (firsts[0], stride) if equal and stride > 0 else None
 
     def check_integrity(self) -> None:
@@ -398,9 +392,7 @@ class BlockTable:
         if len({len(row) for row in self.private}) != 1:
             raise StateError(f"rows hold different numbers of blocks: {[len(row) for row in self.private]}")
         if self.columns != -(-self.tokens // size) - self.dropped_blocks:
-            raise StateError(
-                f"{self.columns} columns do not hold {self.tokens} tokens ({self.dropped_blocks} dropped)"
-            )
+            raise StateError(f"{self.columns} columns do not hold {self.tokens} tokens ({self.dropped_blocks} dropped)")
         if self.tokens % size and self.columns:
             if not self.private[0]:
                 raise StateError("the open column is shared")
