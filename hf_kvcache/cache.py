@@ -149,7 +149,7 @@ class KVCache(DynamicCache):
             block_layer.check_crop(tokens_to_remove)
         # transformers' own layers may still refuse; they go first, so that ours are not left shorter than theirs.
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, BlockLayer)):
-            layer.crop(tokens_to_remove)
+            layer.crop(tokens_to_remove)  # type: ignore[union-attr]
         self._positions.crop(-tokens_to_remove)
         self._tokens.truncate(self.get_seq_length())
 

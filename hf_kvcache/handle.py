@@ -87,12 +87,12 @@ class Handle(torch.Tensor):
         self.check_valid()
         return Handle(self.layer, self.kind, self.first_token, repeats, shape, self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "values" if self.kind else "keys"
         return f"Handle({kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.materialize().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.materialize().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.materialize()
