@@ -1,0 +1,49 @@
+"""The strategies every test of the library runs over. A new strategy joins all of them by one line here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+from hf_kvcache import KVCache, PagedCache
+
+# transformers renamed the argument between 5.20 and 5.24.
+RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_ARGUMENT = "cache" if RENAMED else "past_key_values"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How to build a cache from a model's configuration, and the exactness it must declare."""
+
+    name: str
+    build: Callable[[PreTrainedConfig], KVCache]
+    exactness: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+STRATEGIES = [
+    Strategy("paged-4", lambda config: PagedCache(config, block_size=4), "rounding"),
+    Strategy("paged-16", lambda config: PagedCache(config, block_size=16), "rounding"),
+    Strategy("paged-4-unfused", lambda config: PagedCache(config, block_size=4, fused=False), "bitwise"),
+]
+
+
+def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config(decoder=True)
+
+
+def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=decoder_config(model))
+
+
+def whole_cache(model: PreTrainedModel, cache: Cache) -> Cache:
+    """What `generate` is given: the cache itself, or for an encoder-decoder model the pair it is the first half of."""
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(cache, dynamic_cache(model))
+    return cache
