@@ -13,9 +13,7 @@ Row: TypeAlias = dict[str, Any]
 Rows: TypeAlias = Iterable[Row]
 
 ALIASES = {"wikitext-2": "Salesforce/wikitext:wikitext-2-raw-v1:test"}
-_OFFLINE = (
-    "Without the hub, pass file:PATH (.txt, .jsonl or .parquet), or stdlib, which needs no file at all."
-)
+_OFFLINE = "Without the hub, pass file:PATH (.txt, .jsonl or .parquet), or stdlib, which needs no file at all."
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,7 @@ def _reader(spec: str, column: str) -> Callable[[], Iterator[str]]:
         return partial(_read_hub, _open_hub(spec), spec, column)
     path = Path(spec.removeprefix("file:")).expanduser()
     if not path.is_file():
-        message = (
-            f"expected a file at {path}, but there is none. Give its path after 'file:', or pass stdlib."
-        )
+        message = f"expected a file at {path}, but there is none. Give its path after 'file:', or pass stdlib."
         raise InputError(message)
     if path.suffix == ".jsonl":
         return partial(_read_jsonl, path, column)
@@ -107,14 +103,10 @@ def _read_jsonl(path: Path, column: str) -> Iterator[str]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            message = (
-                f"expected one JSON object per line, but {where} does not parse: {error}. Correct the line."
-            )
+            message = f"expected one JSON object per line, but {where} does not parse: {error}. Correct the line."
             raise InputError(message) from error
         if not isinstance(row, dict):
-            message = (
-                f"expected one JSON object per line, but {where} is a {type(row).__name__}. Correct the line."
-            )
+            message = f"expected one JSON object per line, but {where} is a {type(row).__name__}. Correct the line."
             raise InputError(message)
         yield _text(row, column, where)
 

@@ -1,0 +1,95 @@
+"""The command `hf-kvcache eval`."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_kvcache.errors import KVCacheError
+from hf_kvcache.evaluation.datasets import load_text
+from hf_kvcache.evaluation.models import load_model
+from hf_kvcache.evaluation.protocols import Protocol
+from hf_kvcache.evaluation.report import COLUMNS, table_rows, write_report
+from hf_kvcache.evaluation.results import ContradictionError, Results
+from hf_kvcache.evaluation.run import evaluate
+
+
+class Dtype(str, Enum):
+    """Working dtypes."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
+
+
+def evaluate_command(
+    model: Annotated[
+        str, typer.Option(help="Hub id, folder, or smollm2-135m (built in, needs no hub).")
+    ] = "smollm2-135m",
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Cache to evaluate, may be repeated: ours (paged:block_size=64), transformers' (dynamic, "
+            "static, offloaded, quantized:backend=quanto,nbits=4), none, or module:function. [default: paged]",
+            show_default=False,
+        ),
+    ] = None,
+    dataset: Annotated[str, typer.Option(help="file:PATH, stdlib, wikitext-2, or a hub data set.")] = "stdlib",
+    max_tokens: Annotated[int, typer.Option(help="Tokens to score at most.")] = 8192,
+    window: Annotated[int, typer.Option(help="Tokens a cache sees at most before it starts anew.")] = 2048,
+    prefill: Annotated[int, typer.Option(help="Tokens of a window fed first, not scored.")] = 256,
+    chunk: Annotated[int, typer.Option(help="Tokens per forward pass after that; 1 is true decoding.")] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Working dtype.")] = Dtype.float32,
+    device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
+    output: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("results/eval"),
+    seed: Annotated[int, typer.Option(help="Of bootstrap draws and sampled generation.")] = 0,
+) -> None:
+    """Say whether caches are exact, how far they are if not, and what they hold.
+
+    Ends with exit code 1 if a cache is not what it declares, after writing the report; with 2 if the request
+    is impossible.
+    """
+    console = Console()
+    try:
+        protocol = Protocol(window, prefill, chunk)
+        loaded = load_model(model, getattr(torch, dtype.value), device)
+        results = evaluate(
+            loaded,
+            load_text(dataset),
+            cache or ["paged"],
+            protocol=protocol,
+            max_tokens=max_tokens,
+            seed=seed,
+            dataset=dataset,
+        )
+    except ContradictionError as error:
+        results = error.results
+    except KVCacheError as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        raise typer.Exit(2) from error
+    files = write_report(results, output)
+    console.print(_table(results))
+    for failure in results.failures:
+        console.print(f"[bold red]FAILED[/bold red] {failure}", highlight=False)
+    console.print(f"Report: {files[1]}", highlight=False)
+    if results.failures:
+        raise typer.Exit(1)
+
+
+def _table(results: Results) -> Table:
+    """One column a cache: the figures of a row stand side by side, also on a narrow terminal."""
+    table = Table(
+        title=f"{results.model}, {results.dtype}: {results.scored_tokens:,} tokens of {results.dataset}",
+        caption="KL in nats per token; in brackets: 95 % intervals; proof: largest logit difference in float64",
+    )
+    rows = table_rows(results)
+    for heading in (COLUMNS[0], *(row[0] for row in rows)):
+        table.add_column(heading, justify="right" if table.columns else "left", overflow="fold")
+    for place, name in enumerate(COLUMNS[1:], start=1):
+        table.add_row(name, *(row[place].replace(" [", "\n[") for row in rows))
+    return table

@@ -1,0 +1,12 @@
+"""Tiny tensors are faster on one thread, above all where several test runs share two cores."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,105 @@
+import json
+import math
+
+import pytest
+import toys
+import typer
+from typer.testing import CliRunner
+
+from hf_kvcache.evaluation import ContradictionError, Protocol, command, evaluate, report
+
+SIZES = Protocol(60, 12, 8)
+
+
+@pytest.fixture(scope="module")
+def results():
+    text = [toys.TEXT]
+    caches = ["static", "toys:rounded", "none"]
+    return evaluate(toys.loaded(), text, caches, protocol=SIZES, max_tokens=150, dataset="toy", progress=False)
+
+
+def test_all_files_are_written_and_numbers_come_first(results, tmp_path):
+    files = report.write_report(results, tmp_path / "deep" / "folder")
+    assert [file.name for file in files] == ["results.json", "report.md", "kl.png", "perplexity.png", "bytes.png"]
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[2:])
+    text = files[1].read_text()
+    assert all(f"![{file.name}]" in text for file in files[2:])
+    assert "exact up to rounding" in text
+    assert "greedy: same tokens" in text
+
+
+def test_the_record_is_plain_json_with_everything_but_samples(results, tmp_path):
+    record = json.loads(report.write_report(results, tmp_path)[0].read_text())
+    assert record["schema"] == "hf-kvcache-evaluation/1"
+    assert record["protocol"] == {"window_tokens": 60, "prefill_tokens": 12, "chunk_tokens": 8}
+    assert record["failures"] == []
+    rounded = record["caches"][1]
+    assert rounded["spec"] == "toys:rounded"
+    assert set(rounded["fidelity"]["kl_mean"]) == {"value", "low", "high"}
+    assert rounded["proof"] is None
+    assert "samples" not in rounded
+    assert {"torch", "transformers", "python", "git_commit"} <= set(record["environment"])
+    proof = record["caches"][0]["proof"]
+    assert max(of["logit_difference"] for of in proof["differences"]) <= proof["tolerance"]
+
+
+def test_every_row_of_the_table_has_every_column(results):
+    rows = report.table_rows(results)
+    assert [row[0] for row in rows] == [
+        "dynamic (reference)",
+        "no cache (noise floor)",
+        "static",
+        "toys:rounded",
+        "none",
+    ]
+    assert {len(row) for row in rows} == {len(report.COLUMNS)}
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    with pytest.raises(ContradictionError) as caught:
+        evaluate(toys.loaded(), [toys.TEXT], ["toys:not_a_number"], protocol=SIZES, max_tokens=94, progress=False)
+    assert math.isnan(caught.value.results.caches[0].fidelity.kl_max)
+    record = json.loads(report.write_report(caught.value.results, tmp_path)[0].read_text())
+    assert record["caches"][0]["fidelity"]["kl_max"] is None
+
+
+@pytest.fixture(scope="module")
+def invoke(tmp_path_factory):
+    """Run the command on a tiny model and a text file."""
+    folder = tmp_path_factory.mktemp("command")
+    loaded = toys.loaded()
+    loaded.model.save_pretrained(folder / "model")
+    loaded.tokenizer.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(toys.TEXT)
+    app = typer.Typer()
+    app.command()(command.evaluate_command)
+
+    def run(*arguments):
+        sizes = ["--max-tokens", "94", "--window", "60", "--prefill", "12", "--chunk", "8"]
+        where = ["--model", str(folder / "model"), "--dataset", f"file:{folder / 'text.txt'}"]
+        return CliRunner().invoke(app, [*where, *sizes, *arguments])
+
+    return run
+
+
+def test_the_command_prints_a_table_and_writes_the_report(invoke, tmp_path):
+    done = invoke("--cache", "dynamic", "--cache", "toys:rounded", "--dtype", "float64", "--output", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "no cache" in done.output
+    assert (tmp_path / "report.md").is_file()
+    assert json.loads((tmp_path / "results.json").read_text())["dtype"] == "float64"
+
+
+def test_a_contradiction_ends_with_code_1_after_the_report_is_written(invoke, tmp_path):
+    done = invoke("--cache", "toys:idle", "--output", str(tmp_path))
+    assert done.exit_code == 1
+    assert "never engaged" in " ".join(done.output.split())
+    assert "never engaged" in (tmp_path / "report.md").read_text()
+    assert json.loads((tmp_path / "results.json").read_text())["failures"] != []
+
+
+@pytest.mark.parametrize("arguments", [["--cache", "pagd"], ["--chunk", "0"], ["--dataset", "file:missing.txt"]])
+def test_an_impossible_request_ends_with_code_2(invoke, tmp_path, arguments):
+    done = invoke("--output", str(tmp_path / "never"), *arguments)
+    assert done.exit_code == 2
+    assert not (tmp_path / "never").exists()

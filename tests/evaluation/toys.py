@@ -1,0 +1,173 @@
+"""Toy caches with known faults, a tiny model and a tokenizer of bytes."""
+
+# ruff: noqa: ARG002 - the signatures are those of transformers
+
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.cache_utils import Cache
+
+from hf_kvcache.evaluation import LoadedModel
+
+
+class Claim(NamedTuple):
+    kind: str
+    reason: str
+
+
+class ToyCache(DynamicCache):
+    """A `DynamicCache` that hands the model a changed history, and keeps the true one."""
+
+    exactness: Any = Claim("rounding", "a toy")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        new = key_states.shape[-2]
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.changed(keys, new), self.changed(values, new)
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        """The history with the fault; `new` tokens were added in this step."""
+        return states
+
+
+class OffByOne(ToyCache):
+    """Each place of the history holds the token before it; the newest old token is lost."""
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        places = torch.arange(states.shape[-2])
+        places[: len(places) - new] -= 1
+        return states[..., places.clamp(min=0), :]
+
+
+class ShuffledBlock(ToyCache):
+    """The values of tokens 8 to 15 come back in another order (the keys as well, but attention has no order)."""
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        order = torch.arange(states.shape[-2])
+        if len(order) - new >= 16 and self.turn():
+            order[8:16] = order[8:16].flip(0)
+        return states[..., order, :]
+
+    def turn(self) -> bool:
+        """Every second call: values only."""
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls % 2 == 0
+
+
+class Truncated(ToyCache):
+    """The first 4 tokens are forgotten (read as zeros)."""
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        states = states.clone()
+        if states.shape[-2] > new:
+            states[..., :4, :] = 0
+        return states
+
+
+class Rounded(ToyCache):
+    """An honest approximation: the history is read back in 8 bits of mantissa."""
+
+    exactness = Claim("approximate", "8 bits")
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        return states.to(torch.bfloat16).to(states.dtype)
+
+
+class Idle(ToyCache):
+    """Calls itself approximate and changes nothing."""
+
+    exactness = Claim("approximate", "would compress, if it did anything")
+
+
+class Boaster(Rounded):
+    """An approximation that calls itself bitwise exact."""
+
+    exactness = Claim("bitwise", "a lie")
+
+
+class NotANumber(ToyCache):
+    """Reads back NaN."""
+
+    exactness = Claim("approximate", "broken")
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        return states * float("nan") if states.shape[-2] > new else states
+
+
+class Hollow(DynamicCache):
+    """Stores nothing."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        return key_states, value_states
+
+
+def off_by_one(config: PreTrainedConfig) -> Cache:
+    return OffByOne(config=config)
+
+
+def shuffled_block(config: PreTrainedConfig) -> Cache:
+    return ShuffledBlock(config=config)
+
+
+def truncated(config: PreTrainedConfig) -> Cache:
+    return Truncated(config=config)
+
+
+def rounded(config: PreTrainedConfig) -> Cache:
+    return Rounded(config=config)
+
+
+def idle(config: PreTrainedConfig) -> Cache:
+    return Idle(config=config)
+
+
+def boaster(config: PreTrainedConfig) -> Cache:
+    return Boaster(config=config)
+
+
+def not_a_number(config: PreTrainedConfig) -> Cache:
+    return NotANumber(config=config)
+
+
+def hollow(config: PreTrainedConfig) -> Cache:
+    return Hollow(config=config)
+
+
+def not_a_cache(config: PreTrainedConfig) -> list[int]:
+    return []
+
+
+def tiny_model(**changes: Any) -> LlamaForCausalLM:
+    """A random Llama over 256 bytes, with attention sharp enough that a wrong history shows."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+
+
+def byte_tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
+    """One token for each byte of UTF-8 text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, **changes)
+
+
+def loaded(**changes: Any) -> LoadedModel:
+    return LoadedModel(tiny_model(**changes), byte_tokenizer(), "tiny")
+
+
+TEXT = " ".join(f"The {number}th sentence tells of {number * 7} things." for number in range(200))
