@@ -92,13 +92,10 @@ class KVCache(DynamicCache):
         Cache.__init__(self, layers=_build_layers(config, block_size, fused))
         self.block_size = block_size
         self.fused = fused
+        self.block_layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+        """The layers whose history is in blocks."""
         self._positions = PositionGuard()
         self._tokens = TokenRecord()
-
-    @property
-    def block_layers(self) -> list[BlockLayer]:
-        """The layers whose history is in blocks."""
-        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
 
     # ------------------------------------------------------------------------------------------ transformers' contract
 
@@ -122,16 +119,15 @@ class KVCache(DynamicCache):
         if not isinstance(layer, BlockLayer):
             states: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return states
-        blocks = self.block_layers
-        if layer is blocks[0]:
-            self._begin_forward(key_states, blocks, kwargs)
+        if layer is self.block_layers[0]:
+            self._begin_forward(key_states, kwargs)
         try:
             return layer.update(key_states, value_states, *args, **kwargs)
         except InputError as error:
             raise InputError(f"layer {layer_idx}: {error}") from None
 
-    def _begin_forward(self, key_states: Tensor, blocks: list[BlockLayer], kwargs: dict[str, Any]) -> None:
-        seen, last_seen = blocks[0].get_seq_length(), blocks[-1].get_seq_length()
+    def _begin_forward(self, key_states: Tensor, kwargs: dict[str, Any]) -> None:
+        seen, last_seen = self.block_layers[0].get_seq_length(), self.block_layers[-1].get_seq_length()
         if seen != last_seen:
             raise StateError(
                 f"an earlier forward pass stopped half way: the first layer holds {seen} tokens, the last {last_seen}. "

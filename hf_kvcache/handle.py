@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Questions about a handle that its metadata answers.
 _METADATA = {
     getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta")
+    for name in ("dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta")
 } | {
     getattr(Tensor, name)
     for name in ("size", "dim", "ndimension", "numel", "__len__", "is_floating_point", "element_size", "get_device")
@@ -46,25 +46,33 @@ class Handle(torch.Tensor):
 
     layer: BlockLayer
     kind: int
+    """0 for keys, 1 for values."""
     first_token: int
     version: int
+    _shape: torch.Size
     repeats: int
+    """How often every head of the layer is repeated."""
 
     @staticmethod
     def __new__(
         cls, layer: BlockLayer, kind: int, first_token: int, repeats: int, shape: Sequence[int], like: Tensor
     ) -> Self:
         """A handle of `shape` with the dtype and device of `like`."""
+        size = torch.Size(shape)
         # The protocol's own constructor; it has no public name. https://docs.pytorch.org/docs/stable/notes/extending.html
-        handle: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
-            cls, tuple(shape), dtype=like.dtype, device=like.device
-        )
+        handle: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=like.dtype, device=like.device)  # noqa: SLF001
+        handle._shape = size
         handle.layer = layer
         handle.kind = kind
         handle.first_token = first_token
         handle.version = layer.version
         handle.repeats = repeats
         return handle
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """As of any tensor; answered here because models ask for it several times per token."""
+        return self._shape
 
     def materialize(self) -> Tensor:
         """The real tensor, a contiguous copy."""
@@ -160,11 +168,13 @@ def _attend(
 
 def _same_history(key: Handle, value: Handle) -> bool:
     """Whether these are the keys and the values of one history, with equally many heads."""
-    origins = [(handle.layer, handle.version, handle.first_token, handle.repeats) for handle in (key, value)]
     return (
-        origins[0] == origins[1]
-        and (key.kind, value.kind) == (0, 1)
-        and key.ndim == value.ndim == 4
+        key.layer is value.layer
+        and key.version == value.version
+        and key.first_token == value.first_token
+        and key.kind == 0
+        and value.kind == 1
+        and len(key.shape) == len(value.shape) == 4
         and key.shape[1] == value.shape[1]
     )
 

@@ -258,7 +258,8 @@ class BlockLayer(CacheLayerMixin):
         self.version += 1
 
     def _check_states(self, keys: Tensor, values: Tensor) -> None:
-        if keys.ndim != 4 or values.ndim != 4 or keys.shape[0] != values.shape[0] or keys.shape[2] != values.shape[2]:
+        rows, _, tokens, _ = keys.shape if keys.ndim == 4 else (0, 0, 0, 0)
+        if keys.ndim != 4 or values.ndim != 4 or values.shape[0] != rows or values.shape[2] != tokens:
             raise InputError(
                 "keys and values must be [rows, heads, tokens, width] with equal rows and tokens, got "
                 f"{list(keys.shape)} and {list(values.shape)}"
@@ -267,19 +268,22 @@ class BlockLayer(CacheLayerMixin):
             return
         pool = self.table.pool
         for name, states, arena in (("keys", keys, pool.keys), ("values", values, pool.values)):
-            held = (arena.shape[0], arena.shape[2], arena.dtype, arena.device)
-            came = (states.shape[1], states.shape[3], states.dtype, states.device)
-            if held != came:
+            if (
+                states.shape[1] != arena.shape[0]
+                or states.shape[3] != arena.shape[2]
+                or states.dtype != arena.dtype
+                or states.device != arena.device
+            ):
                 raise InputError(
-                    f"the cache holds {name} of {_describe(*held)}, but {_describe(*came)} came: a cache serves one "
-                    "model in one dtype on one device. Use a new cache, or `cache.reset()` to start again"
+                    f"the cache holds {name} of {_describe(arena, 0)}, but {_describe(states, 1)} came: a cache serves "
+                    "one model in one dtype on one device. Use a new cache, or `cache.reset()` to start again"
                 )
-        if self.table.tokens and keys.shape[0] != self.table.rows and self.table.rows != 1:
+        if self.table.tokens and self.table.rows not in (rows, 1):
             raise InputError(
-                f"the cache holds {self.table.rows} rows, but {keys.shape[0]} came. Bring it to the new batch with "
+                f"the cache holds {self.table.rows} rows, but {rows} came. Bring it to the new batch with "
                 "`cache.batch_repeat_interleave` or `cache.batch_select_indices`, or start again with `cache.reset()`"
             )
 
 
-def _describe(heads: int, width: int, dtype: torch.dtype, device: torch.device) -> str:
-    return f"{heads} heads x {width} in {dtype} on {device}"
+def _describe(states: Tensor, head_axis: int) -> str:
+    return f"{states.shape[head_axis]} heads x {states.shape[-1]} in {states.dtype} on {states.device}"

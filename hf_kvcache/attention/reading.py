@@ -17,10 +17,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..blocks import BlockTable, Run
 from . import matmul
 
-# Up to here the stock kernel on a view of the arena beats two products and a softmax (measured, two CPU cores).
-_STOCK_BELOW_TOKENS = 512
+# Up to here torch's kernel on a view of the arena beats two products and a softmax, by bytes per element (measured,
+# two CPU cores). With several queries it always does, as long as the history is one view.
+_STOCK_BELOW_TOKENS = {2: 512, 4: 2048, 8: 2048}
 
-# More queries than this are a prefill chunk: their scores would need memory, and the stock kernel is made for them.
+# Above this many queries the scores would need much memory: better copy a scattered history for the stock kernel.
 _STOCK_ABOVE_QUERIES = 16
 
 
@@ -53,22 +54,34 @@ def attend(
         scale: Factor on the scores.
     """
     tokens, heads = table.tokens - first_token, table.pool.keys.shape[0]
-    rows, query_heads, queries, width = query.shape
-    groups = query_heads // heads
+    rows, query_heads, queries, _ = query.shape
     stride = table.uniform_stride()
-    if queries > _STOCK_ABOVE_QUERIES or (tokens < _STOCK_BELOW_TOKENS and stride is not None):
-        keys, values = _batch_view(table, first_token, stride) if stride else materialize(table, first_token)
-        if groups > 1 and queries == 1 and (mask is None or mask.shape[-3:-1] == (1, 1)):
-            packed = query.view(rows, heads, groups, width)
-            out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
-            return out.view(rows, query_heads, 1, -1)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
+    if stride is not None and (queries > 1 or tokens < _STOCK_BELOW_TOKENS[query.element_size()]):
+        return _stock(query, *_batch_view(table, first_token, stride), mask, scale)
+    if queries > _STOCK_ABOVE_QUERIES:
+        return _stock(query, *materialize(table, first_token), mask, scale)
 
-    grouped = query.reshape(rows, heads, groups * queries, width)
+    grouped = query.reshape(rows, heads, -1, query.shape[3])
     pieces = list(_pieces(table, first_token))
     scores = _scores(grouped, pieces, tokens)
     weights = _softmax(scores.view(rows, query_heads, queries, tokens), mask, scale).view_as(scores)
     return _weighted_sums(weights, pieces).view(rows, query_heads, queries, -1)
+
+
+def _stock(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The kernel of torch, with the query heads of one key head packed or repeated as suits it."""
+    rows, heads, queries, _ = query.shape
+    groups = heads // keys.shape[1]
+    # Packed, one history is read for the whole group; grouped float32 heads have a kernel as good.
+    packs = query.element_size() == 2 or mask is not None
+    if groups > 1 and queries == 1 and packs and (mask is None or mask.shape[-3:-1] == (1, 1)):
+        packed = query.view(rows, keys.shape[1], groups, -1)
+        return scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale).view(rows, heads, 1, -1)
+    if groups > 1 and mask is not None and query.device.type != "cpu":
+        # Elsewhere a mask together with grouped heads has no fast kernel.
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    grouped = keys.shape[1] != heads
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def _scores(grouped: Tensor, pieces: list[_Piece], tokens: int) -> Tensor:
