@@ -17,9 +17,10 @@ CACHE_ARGUMENT = "cache" if RENAMED else "past_key_values"
 
 @dataclass(frozen=True)
 class Strategy:
-    """How to build a cache from a model's configuration, and the exactness it must declare."""
+    """How to build a cache, by a specification and in code, and the exactness it must declare."""
 
     name: str
+    spec: str
     build: Callable[[PreTrainedConfig], KVCache]
     exactness: str
 
@@ -28,9 +29,14 @@ class Strategy:
 
 
 STRATEGIES = [
-    Strategy("paged-4", lambda config: PagedCache(config, block_size=4), "rounding"),
-    Strategy("paged-16", lambda config: PagedCache(config, block_size=16), "rounding"),
-    Strategy("paged-4-unfused", lambda config: PagedCache(config, block_size=4, fused=False), "bitwise"),
+    Strategy("paged-4", "paged:block_size=4", lambda config: PagedCache(config, block_size=4), "rounding"),
+    Strategy("paged-16", "paged:block_size=16", lambda config: PagedCache(config, block_size=16), "rounding"),
+    Strategy(
+        "paged-4-unfused",
+        "paged:block_size=4,fused=false",
+        lambda config: PagedCache(config, block_size=4, fused=False),
+        "bitwise",
+    ),
 ]
 
 
