@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -271,7 +272,8 @@ BAD_STATES = {
 @pytest.mark.parametrize("bad", BAD_STATES)
 def test_states_that_do_not_fit(bad: str, layer: int) -> None:
     cache, plain = filled()
-    with pytest.raises(InputError):
+    # In tests the executed shape annotations may be faster.
+    with pytest.raises((InputError, jaxtyping.TypeCheckError)):
         cache.update(*BAD_STATES[bad], layer)
     check_equal(cache, plain)
 
