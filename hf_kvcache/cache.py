@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ from transformers.cache_utils import (
     DynamicCache,
     get_layer_types_and_kwargs,
 )
-from typing_extensions import Self
 
 from .errors import ConfigError, InputError, StateError
-from .layer import BlockLayer
+from .layer import BlockLayer, layer_tensors
 from .positions import PositionGuard
 from .tokens import TokenRecord
 
@@ -78,6 +76,7 @@ class KVCache(DynamicCache):
         ConfigError: A block size below 1, or a layer type that transformers does not know either.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from hf_kvcache import KVCache
         >>> model = LlamaForCausalLM(LlamaConfig(
@@ -89,6 +88,7 @@ class KVCache(DynamicCache):
     """
 
     def __init__(self, config: PreTrainedConfig, *, block_size: int = 64, fused: bool = True) -> None:
+        self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         Cache.__init__(self, layers=_build_layers(config, block_size, fused))
         self.block_size = block_size
         self.fused = fused
@@ -128,6 +128,11 @@ class KVCache(DynamicCache):
 
     def _begin_forward(self, key_states: Tensor, kwargs: dict[str, Any]) -> None:
         seen, last_seen = self.block_layers[0].get_seq_length(), self.block_layers[-1].get_seq_length()
+        if seen != last_seen and self._is_encoder_decoder:
+            raise InputError(
+                "this model is an encoder-decoder, whose cache has two halves: pass "
+                "`EncoderDecoderCache(cache, DynamicCache(config=model.config))`, as `generate` does by itself"
+            )
         if seen != last_seen:
             raise StateError(
                 f"an earlier forward pass stopped half way: the first layer holds {seen} tokens, the last {last_seen}. "
@@ -155,14 +160,14 @@ class KVCache(DynamicCache):
         self._positions.reset()
         self._tokens.reset()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
         """Make row i a copy of old row ``beam_idx[i]`` in every layer; blocks are shared, not copied."""
         rows = beam_idx.cpu()
         for layer in self.layers:
             if isinstance(layer, BlockLayer):
                 layer.batch_select_indices(rows)
             else:
-                layer.reorder_cache(beam_idx)
+                layer.reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._select_records(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -210,6 +215,7 @@ class KVCache(DynamicCache):
             Tokens kept.
 
         Example:
+            >>> import torch
             >>> from transformers import LlamaConfig, LlamaForCausalLM
             >>> from hf_kvcache import PagedCache
             >>> model = LlamaForCausalLM(LlamaConfig(
@@ -236,7 +242,7 @@ class KVCache(DynamicCache):
         return kept
 
     def continuation(
-        self, new_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
+        self, new_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows history"] | None = None
     ) -> dict[str, Tensor]:
         """Arguments for `generate` when only the ids that follow the history are at hand.
 
@@ -262,6 +268,17 @@ class KVCache(DynamicCache):
             "input_ids": new_ids,
             "attention_mask": torch.cat([attention_mask, torch.ones_like(new_ids)], dim=1),
         }
+
+    def carry(self, token_ids: Tensor | None, positions: Tensor | None) -> None:
+        """Take over what another cache of the same history knew: ids, and the last position of each row."""
+        self._positions.last = positions
+        if token_ids is not None:
+            self._tokens.expect(token_ids)
+
+    @property
+    def last_positions(self) -> Tensor | None:
+        """The last position id of each row, ``[rows or 1]``, where the model told."""
+        return self._positions.last
 
     @property
     def token_ids(self) -> Tensor | None:
@@ -290,10 +307,10 @@ class KVCache(DynamicCache):
         """Bytes held now, by kind and by device."""
         payload = unused = table = held = other = 0
         devices: dict[str, int] = {}
-        for layer in self.block_layers:
-            if layer.table is None:
+        for block_layer in self.block_layers:
+            if block_layer.table is None:
                 continue
-            pool, blocks = layer.table.pool, layer.table
+            pool, blocks = block_layer.table.pool, block_layer.table
             open_tokens = blocks.tokens % pool.block_size
             unfilled = blocks.rows * (pool.block_size - open_tokens) if open_tokens else 0
             layer_payload = (pool.used_blocks * pool.block_size - unfilled) * pool.token_bytes
@@ -302,25 +319,16 @@ class KVCache(DynamicCache):
             unused += arena - layer_payload
             table += 8 * (blocks.entries + pool.capacity_blocks)
             held = max(held, blocks.tokens - blocks.first_token)
-            devices[str(layer.device)] = devices.get(str(layer.device), 0) + arena
-        for tensor in self._other_tensors():
-            size = tensor.untyped_storage().nbytes()
-            other += size
-            devices[str(tensor.device)] = devices.get(str(tensor.device), 0) + size
-        blocks_seen = max((layer.get_seq_length() for layer in self.block_layers), default=0)
-        return Memory(payload, unused, table, other, devices, blocks_seen, held)
-
-    def _other_tensors(self) -> Iterator[Tensor]:
-        """Each tensor of the layers that are not ours, one per storage."""
-        storages = set()
+            devices[str(block_layer.device)] = devices.get(str(block_layer.device), 0) + arena
         for layer in self.layers:
             if isinstance(layer, BlockLayer):
                 continue
-            for attribute in vars(layer).values():
-                for tensor in attribute.values() if isinstance(attribute, dict) else (attribute,):
-                    if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in storages:
-                        storages.add(tensor.untyped_storage().data_ptr())
-                        yield tensor
+            for tensor in layer_tensors(layer):
+                size = tensor.untyped_storage().nbytes()
+                other += size
+                devices[str(tensor.device)] = devices.get(str(tensor.device), 0) + size
+        blocks_seen = max((layer.get_seq_length() for layer in self.block_layers), default=0)
+        return Memory(payload, unused, table, other, devices, blocks_seen, held)
 
     def describe(self) -> str:
         """One readable line per group of equal layers."""
@@ -353,15 +361,16 @@ class KVCache(DynamicCache):
         save_cache(self, path, model)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> Self:
-        """A cache with the history that `save` wrote for this very model.
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel) -> KVCache:
+        """A cache of this class with the history that `save` wrote for this very model.
 
         Raises:
             StorageError: The file is missing, truncated, altered, of a newer format or of another model.
         """
         from .storage import load_cache
 
-        return load_cache(cls, path, model)
+        cache: KVCache = load_cache(cls, path, model)
+        return cache
 
 
 def _build_layers(config: PreTrainedConfig, block_size: int, fused: bool) -> list[Any]:

@@ -18,6 +18,7 @@ class PagedCache(KVCache):
         fused: See `KVCache`.
 
     Example:
+        >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> from hf_kvcache import PagedCache
         >>> model = LlamaForCausalLM(LlamaConfig(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_map
-from typing_extensions import Self
 
 from .errors import StateError
 
@@ -54,13 +53,13 @@ class Handle(torch.Tensor):
     """How often every head of the layer is repeated."""
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: PYI034  (beartype knows no Self in classes it does not decorate)
         cls, layer: BlockLayer, kind: int, first_token: int, repeats: int, shape: Sequence[int], like: Tensor
-    ) -> Self:
+    ) -> Handle:
         """A handle of `shape` with the dtype and device of `like`."""
         size = torch.Size(shape)
         # The protocol's own constructor; it has no public name. https://docs.pytorch.org/docs/stable/notes/extending.html
-        handle: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=like.dtype, device=like.device)  # noqa: SLF001
+        handle: Handle = torch.Tensor._make_wrapper_subclass(cls, size, dtype=like.dtype, device=like.device)  # noqa: SLF001
         handle._shape = size
         handle.layer = layer
         handle.kind = kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -115,8 +116,8 @@ class BlockLayer(CacheLayerMixin):
         if query_length == 0 and seen:
             raise InputError(
                 f"no new tokens for a cache that holds {seen}: `generate` takes ids without an attention mask for the "
-                "whole text and cuts off what is cached. Pass all ids, or the new ones as "
-                "`model.generate(**cache.continuation(new_ids), ...)`"
+                "whole text and cuts off what is cached. If they are the whole text, call `cache.align(input_ids)` "
+                "first; if they only continue it, pass `model.generate(**cache.continuation(new_ids), ...)`"
             )
         first_token = self._first_visible(seen)
         return seen - first_token + query_length, first_token
@@ -143,7 +144,7 @@ class BlockLayer(CacheLayerMixin):
             StateError: Tokens that the shorter history must see have left the window already; nothing changes.
         """
         self.check_crop(tokens_to_remove)
-        if self.table is None:
+        if self.table is None or self.table.tokens == 0:
             return
         tokens = self.table.tokens + tokens_to_remove
         if tokens_to_remove:
@@ -155,7 +156,7 @@ class BlockLayer(CacheLayerMixin):
         """Raise what `crop` would raise, and change nothing."""
         if tokens_to_remove > 0:
             raise InputError(f"crop takes the negative number of tokens to remove, got {tokens_to_remove}")
-        if self.table is None or tokens_to_remove == 0:
+        if self.table is None or self.table.tokens == 0 or tokens_to_remove == 0:
             return
         held, seen = self.table.first_token, self.table.tokens
         if seen + tokens_to_remove < 0:
@@ -283,6 +284,16 @@ class BlockLayer(CacheLayerMixin):
                 f"the cache holds {self.table.rows} rows, but {rows} came. Bring it to the new batch with "
                 "`cache.batch_repeat_interleave` or `cache.batch_select_indices`, or start again with `cache.reset()`"
             )
+
+
+def layer_tensors(layer: object) -> Iterator[Tensor]:
+    """The tensors that one of transformers' own cache layers holds, each storage once."""
+    storages = set()
+    for attribute in vars(layer).values():
+        for tensor in attribute.values() if isinstance(attribute, dict) else (attribute,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in storages:
+                storages.add(tensor.untyped_storage().data_ptr())
+                yield tensor
 
 
 def _describe(states: Tensor, head_axis: int) -> str:

@@ -16,40 +16,41 @@ class PositionGuard:
     """Remembers the last position of each row and checks that new ones continue from it."""
 
     def __init__(self) -> None:
-        self._last: Tensor | None = None
+        self.last: Tensor | None = None
+        """Last position of each row, ``[rows or 1]``; None where unknown."""
 
     def reset(self) -> None:
         """Forget the rows."""
-        self._last = None
+        self.last = None
 
     def crop(self, tokens: int) -> None:
         """Take `tokens` steps back."""
-        if self._last is not None:
-            self._last = self._last - tokens
+        if self.last is not None:
+            self.last = self.last - tokens
 
     def select(self, rows: Tensor) -> None:
         """Make row i a copy of old row ``rows[i]``."""
-        if self._last is not None and self._last.shape[0] > 1:
-            self._last = self._last[rows.to(self._last.device)]
+        if self.last is not None and self.last.shape[0] > 1:
+            self.last = self.last[rows.to(self.last.device)]
 
     def check(self, positions: Tensor | None, tokens: int, seen: int) -> None:
         """Check the positions ``[rows or 1, tokens]`` of new tokens against a history of `seen` tokens.
 
-        Several new tokens are checked; single ones are only taken note of, since looking at them would make a GPU
-        wait at every step. Positions of any other shape (multimodal ones) and none at all are not checked.
+        On a GPU single tokens are only taken note of, since looking at them would make it wait at every step.
+        Positions of any other shape (multimodal ones) and none at all are not checked.
 
         Raises:
             InputError: The positions of a row do not follow its last one.
         """
         if positions is None or positions.ndim != 2 or positions.shape[1] != tokens:
-            self._last = None
+            self.last = None
             return
-        if self._last is not None and seen and tokens > 1:
+        if self.last is not None and seen and (tokens > 1 or positions.device.type == "cpu"):
             self._compare(positions, seen)
-        self._last = positions[:, -1]
+        self.last = positions[:, -1]
 
     def _compare(self, positions: Tensor, seen: int) -> None:
-        last = self._last
+        last = self.last
         if last is None or (last.shape[0] != positions.shape[0] and 1 not in (last.shape[0], positions.shape[0])):
             return
         new = positions.cpu()

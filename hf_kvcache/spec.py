@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from transformers import PreTrainedConfig
 
@@ -17,7 +16,7 @@ from .cache import KVCache
 from .caches import PagedCache
 from .errors import SpecError
 
-STRATEGIES: dict[str, Callable[..., KVCache]] = {"paged": PagedCache}
+STRATEGIES: dict[str, type[Any]] = {"paged": PagedCache}
 """Every cache a specification can name."""
 
 
@@ -53,12 +52,17 @@ def build_cache(config: PreTrainedConfig, spec: str) -> KVCache:
     name, options, position = terms[0]
     if name not in STRATEGIES:
         raise _error(spec, position, f"no cache is called {name!r}{_nearest(name, list(STRATEGIES))}")
+    kinds = get_type_hints(STRATEGIES[name].__init__)
     known = [parameter for parameter in inspect.signature(STRATEGIES[name]).parameters if parameter != "config"]
-    for option in options:
+    for option, value in options.items():
+        at = spec.index(option, position + len(name) + 1)
         if option not in known:
-            at = spec.index(option, position + len(name))
             raise _error(spec, at, f"{name!r} has no option {option!r}{_nearest(option, known)}")
-    return STRATEGIES[name](config, **options)
+        if type(value) not in (get_args(kinds[option]) or (kinds[option],)):
+            expected = getattr(kinds[option], "__name__", kinds[option])
+            raise _error(spec, at + len(option) + 1, f"{option!r} is of type {expected}, which this is not")
+    cache: KVCache = STRATEGIES[name](config, **options)
+    return cache
 
 
 def parse_spec(spec: str) -> list[Term]:

@@ -1,8 +1,9 @@
 """A cache in one safetensors file: blocks, tables and token ids, marked with the model they belong to.
 
 Tensors: ``layer.N.keys`` and ``layer.N.values``, axes (heads, tokens, width), the tokens being those of the blocks in
-use, block after block; ``token_ids`` where they are known. Metadata: format, version, the model's fingerprint, and the
-tables as JSON. A SHA-256 over everything guards against truncation and altered bytes. Nothing is ever unpickled.
+use, block after block; ``token_ids`` and ``last_positions`` where they are known. Metadata: format, version, the
+model's fingerprint, and the tables as JSON. A SHA-256 over everything guards against truncation and altered bytes.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,18 +25,13 @@ from transformers import PreTrainedModel
 from .blocks import BlockPool, BlockTable
 from .errors import StateError, StorageError
 from .fingerprint import model_fingerprint, tensor_bytes
-from .layer import BlockLayer
-
-if TYPE_CHECKING:
-    from .cache import KVCache
+from .layer import BlockLayer, layer_tensors
 
 _FORMAT = "hf_kvcache"
 _VERSION = "1"
 
-CacheType = TypeVar("CacheType", bound="KVCache")
 
-
-def save_cache(cache: KVCache, path: str | os.PathLike[str], model: PreTrainedModel) -> None:
+def save_cache(cache: Any, path: str | os.PathLike[str], model: PreTrainedModel) -> None:
     """Write `cache` to `path`, whole or not at all (a temporary file is renamed).
 
     Raises:
@@ -43,15 +39,18 @@ def save_cache(cache: KVCache, path: str | os.PathLike[str], model: PreTrainedMo
         StorageError: The file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    tables = []
+    tables = {}
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, BlockLayer):
+            if not any(True for _ in layer_tensors(layer)):
+                continue  # a placeholder: the layer reads another one's history, or has none
             raise StateError(f"layer {index} ({type(layer).__name__}) is kept by transformers and cannot be saved")
         if layer.table is None:
             raise StateError(f"layer {index} holds nothing to save")
-        tables.append(_store_table(layer.table, f"layer.{index}", tensors))
-    if cache.token_ids is not None:
-        tensors["token_ids"] = cache.token_ids.contiguous()
+        tables[str(index)] = _store_table(layer.table, f"layer.{index}", tensors)
+    for name, known in (("token_ids", cache.token_ids), ("last_positions", cache.last_positions)):
+        if known is not None:
+            tensors[name] = known.cpu().contiguous()
     metadata = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -69,8 +68,8 @@ def save_cache(cache: KVCache, path: str | os.PathLike[str], model: PreTrainedMo
         raise StorageError(f"cannot write the cache to {os.fspath(path)}: {error}") from error
 
 
-def load_cache(kind: type[CacheType], path: str | os.PathLike[str], model: PreTrainedModel) -> CacheType:
-    """The cache in file `path`, as an instance of `kind`, on the devices of the model's layers.
+def load_cache(kind: Any, path: str | os.PathLike[str], model: PreTrainedModel) -> Any:
+    """The cache in file `path`, as an instance of the `KVCache` class `kind`, on the devices of the model's layers.
 
     Raises:
         StorageError: The file is missing, truncated, altered, of a newer format or of another model.
@@ -91,14 +90,14 @@ def load_cache(kind: type[CacheType], path: str | os.PathLike[str], model: PreTr
     cache = kind(model.config, block_size=description["block_size"], fused=description["fused"])
     devices = _layer_devices(model)
     try:
-        for index, (layer, table) in enumerate(zip(cache.block_layers, description["layers"], strict=True)):
-            keys, values = (tensors[f"layer.{index}.{part}"].to(devices.get(index)) for part in ("keys", "values"))
-            layer.restore(_restore_table(table, keys, values, cache.block_size))
+        for index, table in description["layers"].items():
+            device = devices.get(int(index))
+            keys, values = (tensors[f"layer.{index}.{part}"].to(device) for part in ("keys", "values"))
+            cache.layers[int(index)].restore(_restore_table(table, keys, values, cache.block_size))
         cache.check_integrity()
-    except (KeyError, ValueError, StateError) as error:
+    except (KeyError, IndexError, ValueError, StateError) as error:
         raise StorageError(f"{name} does not describe a consistent cache: {error}") from error
-    if "token_ids" in tensors:
-        cache.remember(tensors["token_ids"])
+    cache.carry(tensors.get("token_ids"), tensors.get("last_positions"))
     return cache
 
 

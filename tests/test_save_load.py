@@ -264,7 +264,7 @@ def test_altered_metadata(stored: tuple[Path, PreTrainedModel]) -> None:
 
     def one_token_less(metadata: dict[str, str]) -> None:
         cache = json.loads(metadata["cache"])
-        cache["layers"][0]["tokens"] -= 1
+        cache["layers"]["0"]["tokens"] -= 1
         metadata["cache"] = json.dumps(cache)
 
     for change in (one_token_less, lambda metadata: metadata.pop("sha256"), lambda metadata: metadata.clear()):
