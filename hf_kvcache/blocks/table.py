@@ -407,7 +407,7 @@ def _equal_blocks(keys: Tensor, values: Tensor, block_size: int) -> list[list[in
     """For each row and block, the first row whose block has the same bits: ``[rows][blocks]``."""
     rows, count = keys.shape[0], keys.shape[2] // block_size
     owners = [[row] * count for row in range(rows)]
-    if rows == 1:
+    if rows == 1 or keys.is_meta:  # states without values are equal to nothing
         return owners
     key_sums, value_sums = bit_sums(keys, block_size), bit_sums(values, block_size)
     sums = [list(zip(key_sums[row], value_sums[row], strict=True)) for row in range(rows)]
