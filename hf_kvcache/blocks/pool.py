@@ -5,7 +5,7 @@ strided view per head and attention reads them where they lie. A block is named 
 references; it knows nothing of rows, tokens or layers.
 
 Growing moves the arena (`rearrange`) instead of adding a second one: a history stays readable as one view, and
-because the arena grows by about 3 % at a time the move costs a few token copies per appended token, not one copy of
+because the arena grows by about 1.5 % at a time the move costs a few token copies per appended token, not one copy of
 the history per token as concatenation does.
 """
 

@@ -52,8 +52,8 @@ Segment = Run | Gather
 # than to attend over row by row.
 _GATHER_BELOW_BLOCKS = 4
 
-# Free slots kept after a rearrangement, as a share of the blocks in use: rare moves, less than 4 % unused memory.
-_SLACK_SHARE = 32
+# Free slots kept after a rearrangement, as a share of the blocks in use: rare moves, and no more than 2 % unused at 8k.
+_SLACK_SHARE = 64
 
 
 class BlockTable:
