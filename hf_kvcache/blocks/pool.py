@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import StateError
@@ -107,6 +107,16 @@ class BlockPool:
         end = token + keys.shape[1]
         self.keys[:, token:end] = keys
         self.values[:, token:end] = values
+
+    def write_rows(
+        self,
+        tokens: Int[Tensor, " rows"],
+        keys: Float[Tensor, "rows key_heads 1 key_width"],
+        values: Float[Tensor, "rows value_heads 1 value_width"],
+    ) -> None:
+        """Copy one token of each row into the arena, row i at slot ``tokens[i]``, in one call for all rows."""
+        self.keys.index_copy_(1, tokens, keys[:, :, 0].transpose(0, 1))
+        self.values.index_copy_(1, tokens, values[:, :, 0].transpose(0, 1))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's bytes onto another block."""

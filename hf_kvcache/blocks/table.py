@@ -74,6 +74,7 @@ class BlockTable:
         self.private: list[list[int]] = [[] for _ in range(rows)]
         self.version = 0
         """Changes whenever the blocks of a column do."""
+        self._open: tuple[int, Tensor | None] = (-1, None)
         self._reading: tuple[int, list[Segment], tuple[int, int] | None] = (-1, [], None)
 
     @property
@@ -128,13 +129,25 @@ class BlockTable:
         """Write into the open column, which exists and has room."""
         size = self.pool.block_size
         offset = self.tokens % size
-        for row, blocks in enumerate(self.private):
-            self.pool.write(blocks[-1] * size + offset, keys[row], values[row])
+        if self.rows > 1 and keys.shape[2] == 1:
+            self.pool.write_rows(self._open_slots() + offset, keys, values)
+        else:
+            for row, blocks in enumerate(self.private):
+                self.pool.write(blocks[-1] * size + offset, keys[row], values[row])
         self.tokens += keys.shape[2]
         if self.tokens % size == 0:
             if self.rows > 1:
                 self._merge_equal_rows()
             self._promote()
+
+    def _open_slots(self) -> Tensor:
+        """Where each row's open block begins in the arena, ``[rows]``."""
+        version, slots = self._open
+        if slots is None or version != self.version:
+            starts = [row[-1] * self.pool.block_size for row in self.private]
+            slots = torch.tensor(starts, device=self.pool.keys.device)
+            self._open = (self.version, slots)
+        return slots
 
     def _append_sealed(self, keys: Tensor, values: Tensor) -> None:
         """Append whole blocks, one copy of each distinct one."""
@@ -206,7 +219,10 @@ class BlockTable:
             self._rearrange(fresh_blocks)
 
     def _rearrange(self, fresh_blocks: Sequence[int]) -> None:
-        """Lay the blocks out anew, each row's in order, with room for growth behind every row."""
+        """Lay the blocks out anew, each row's in order, with the same room for growth behind every row.
+
+        Equal room keeps rows of equal length equally spaced: then the batch is one view of the arena.
+        """
         slack = max(1, (self.pool.used_blocks + sum(fresh_blocks)) // _SLACK_SHARE)
         order: list[int | None] = list(self.shared)
         placed = set(self.shared)
@@ -215,7 +231,7 @@ class BlockTable:
                 if block not in placed:
                     placed.add(block)
                     order.append(block)
-            order += [None] * (fresh_blocks[row] + (row + 1) * slack // self.rows - row * slack // self.rows)
+            order += [None] * (fresh_blocks[row] + slack // self.rows)
         moved = self.pool.rearrange(order)
         self.shared = [moved[block] for block in self.shared]
         self.private = [[moved[block] for block in row] for row in self.private]

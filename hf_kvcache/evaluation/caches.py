@@ -6,7 +6,7 @@
 | `dynamic`, `static`, `offloaded` | transformers' own |
 | `quantized:backend=quanto,nbits=4` | transformers' own; `backend=` is what tells it from ours |
 | `module:function` | whatever `function(config)` returns |
-| anything else | `hf_kvcache.build_cache(config, text)` |
+| the name of one of ours, with options | `hf_kvcache.build_cache(config, text)` |
 """
 
 import difflib
@@ -19,15 +19,15 @@ from typing import Any, TypeAlias
 from transformers import DynamicCache, PreTrainedConfig, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
-from hf_kvcache.errors import ConfigError, KVCacheError, SpecError
+from hf_kvcache.errors import ConfigError, SpecError
+from hf_kvcache.spec import STRATEGIES, build_cache
 
 Build: TypeAlias = Callable[[PreTrainedConfig], Cache | None]
 """Makes a fresh, empty cache for one sequence; None means the model runs without a cache."""
 
 REFERENCE = "dynamic"
 
-_OURS = ("paged",)
-_NAMES = ("none", "dynamic", "static", "offloaded", "quantized:backend=...", *_OURS)
+_NAMES = ("none", "dynamic", "static", "offloaded", "quantized:backend=...", *STRATEGIES)
 _IMPORTABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -54,9 +54,11 @@ def resolve_cache(spec: str, capacity_tokens: int) -> Build:
     if name == "static":
         options = {"max_cache_len": capacity_tokens} | _options(text, rest, StaticCache)
         return _transformers_cache(text, StaticCache, options)
-    if name not in _OURS and _IMPORTABLE.fullmatch(text):
+    if name.partition("+")[0] in STRATEGIES:
+        return lambda config: build_cache(config, text)
+    if _IMPORTABLE.fullmatch(text):
         return _imported(text)
-    return _ours(text, name)
+    raise SpecError(f"no cache is called {name!r}. {_known(name)}")
 
 
 def _transformers_cache(spec: str, kind: Callable[..., Cache], options: dict[str, Any]) -> Build:
@@ -83,22 +85,6 @@ def _imported(spec: str) -> Build:
         if not isinstance(cache, Cache):
             raise ConfigError(f"{spec} must return a transformers Cache, it returned {type(cache).__name__}")
         return cache
-
-    return build
-
-
-def _ours(spec: str, name: str) -> Build:
-    from hf_kvcache import build_cache
-
-    def build(config: PreTrainedConfig) -> Cache:
-        try:
-            return build_cache(config, spec)
-        except SpecError as error:
-            raise SpecError(f"{error} {_known(name)}") from error
-        except KVCacheError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"cannot build the cache {spec!r}: {error}") from error
 
     return build
 
