@@ -1,0 +1,81 @@
+"""The command `hf-kvcache`: one line a command here, and each command in a module of its own.
+
+A command's module is imported when the command is run, so that help and mistakes answer quickly.
+"""
+
+import sys
+from importlib import import_module
+
+from .errors import KVCacheError
+
+MISSING_EXTRA = "hf-kvcache needs {module}, which is not installed. Its commands need: pip install 'hf-kvcache[eval]'"
+
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(MISSING_EXTRA.format(module=missing.name)) from None
+
+EXTRA = ("accelerate", "datasets", "gguf", "matplotlib", "psutil", "rich", "tqdm")
+"""Top-level modules of the extra `eval` that a command may import."""
+
+app = typer.Typer(
+    name="hf-kvcache",
+    help="Caches for Hugging Face Transformers: see one at work, prove it, measure it.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def add(name: str, function: str, summary: str) -> None:
+    """Add a command.
+
+    Args:
+        name: What the user types.
+        function: Where the command is, `module:function`; imported when it is run. Its signature is the options.
+        summary: Its line in the help.
+    """
+
+    def call(context: typer.Context) -> None:
+        run(function, context)
+
+    # The command itself parses its options, also --help.
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(name, help=summary, add_help_option=False, context_settings=settings)(call)
+
+
+def run(function: str, context: typer.Context) -> None:
+    """Import `module:function` and run it as a command with the arguments that `context` left over."""
+    module, _, attribute = function.partition(":")
+    try:
+        single = typer.Typer(add_completion=False)
+        single.command()(getattr(import_module(module), attribute))
+        command = typer.main.get_command(single)
+        code = command.main(context.args, prog_name=context.command_path, standalone_mode=False)
+    except KVCacheError as error:
+        _stop(f"{type(error).__name__}: {error}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRA:
+            raise
+        _stop(MISSING_EXTRA.format(module=error.name))
+    else:
+        if code:
+            raise typer.Exit(code)
+
+
+def _stop(message: str) -> None:
+    """End with one message and exit code 1."""
+    typer.echo(message, err=True)
+    raise typer.Exit(1)
+
+
+add("demo", "hf_kvcache.demo:demo_command", "Show PagedCache at work on a real model: exact, lean and fast.")
+add(
+    "eval",
+    "hf_kvcache.evaluation.command:evaluate_command",
+    "Say whether caches are exact, and how far they are if not.",
+)
+add("bench", "hf_kvcache.bench.command:bench_command", "Time caches on your model, and measure the bytes they hold.")
+# hf-kvcache plan: add("plan", "hf_kvcache.planner.command:plan_command", "...") belongs here.
+
+if __name__ == "__main__":
+    sys.exit(app())
