@@ -67,7 +67,8 @@ class BlockLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store the states of new tokens and return the keys and values their queries attend to.
 
-        A history of one row becomes the common, shared past of every row when more rows arrive.
+        A history of one row becomes the common, shared past of every row when more rows arrive. Gradients do not flow
+        into what is stored: caches are for inference.
 
         Returns:
             Keys and values ``[rows, heads, visible tokens, width]``: handles, valid until this layer changes; the
@@ -77,6 +78,8 @@ class BlockLayer(CacheLayerMixin):
             InputError: Rows, heads, width, dtype or device differ from the history; nothing is stored.
         """
         self._check_states(key_states, value_states)
+        given = (key_states, value_states)
+        key_states, value_states = key_states.detach(), value_states.detach()
         if self.table is None or (self.table.tokens == 0 and self.table.rows != key_states.shape[0]):
             self.lazy_initialization(key_states, value_states)
         table = self._table()
@@ -85,7 +88,7 @@ class BlockLayer(CacheLayerMixin):
         if table.tokens == 0:
             self._store_first(key_states, value_states)
             self.version += 1
-            return (key_states, value_states) if self.fused else (key_states.contiguous(), value_states.contiguous())
+            return given if self.fused else (given[0].contiguous(), given[1].contiguous())
         first_token = self._first_visible(table.tokens)
         if not self.record_past:
             table.drop_before(first_token)

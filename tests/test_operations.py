@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import jaxtyping
 import pytest
 import torch
+from architectures import tiny_model
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, PreTrainedModel, Qwen3Config
 
 from hf_kvcache import ConfigError, InputError, KVCache, PagedCache, SpecError, StateError, build_cache
+from hf_kvcache.evaluation.protocols import cache_argument
 
 LAYER_TYPES = ["full_attention", "sliding_attention", "full_attention"]
 MOST_TOKENS = 300
@@ -378,3 +380,25 @@ def test_spec_that_does_not_parse(spec: str, column: int) -> None:
     *_, shown, pointer = str(raised.value).splitlines()
     assert shown.strip() == spec
     assert pointer.index("^") - 2 == column
+
+
+@pytest.mark.parametrize("begins", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("goes_on", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_gradient_modes_may_change_on_the_way(begins: type, goes_on: type) -> None:
+    """A history may begin in one gradient mode and go on in another; it never holds on to a graph."""
+
+    def forward(model: PreTrainedModel, input_ids: Tensor, cache: PagedCache) -> Tensor:
+        return model(input_ids, **{cache_argument(model): cache}).logits
+
+    model = tiny_model("llama", torch.float64)
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    cache = PagedCache(model.config, block_size=4)
+    with begins():
+        forward(model, ids[:, :9], cache)
+    with goes_on():
+        for token in range(9, 20):
+            logits = forward(model, ids[:, token : token + 1], cache)
+    assert torch.allclose(logits[:, -1], expected, rtol=0, atol=1e-9)
+    assert not any(layer.table.pool.keys.requires_grad for layer in cache.block_layers)

@@ -157,7 +157,9 @@ class BlockPool:
 
     def _moved(self, arena: Tensor, order: Sequence[int | None]) -> Tensor:
         size = self.block_size
-        target = arena.new_empty(arena.shape[0], len(order) * size, arena.shape[2])
+        # An arena made in inference mode could not be written outside it, and a history may go on in another mode.
+        with torch.inference_mode(False):
+            target = arena.new_empty(arena.shape[0], len(order) * size, arena.shape[2])
         start = 0
         while start < len(order):
             first = order[start]
