@@ -5,6 +5,7 @@ A command's module is imported when the command is run, so that help and mistake
 
 import sys
 from importlib import import_module
+from typing import Annotated, NoReturn
 
 from .errors import KVCacheError
 
@@ -35,22 +36,21 @@ def add(name: str, function: str, summary: str) -> None:
         summary: Its line in the help.
     """
 
-    def call(context: typer.Context) -> None:
-        run(function, context)
+    def call(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+        run(function, name, arguments or [])
 
     # The command itself parses its options, also --help.
-    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(name, help=summary, add_help_option=False, context_settings=settings)(call)
+    app.command(name, help=summary, add_help_option=False, context_settings={"ignore_unknown_options": True})(call)
 
 
-def run(function: str, context: typer.Context) -> None:
-    """Import `module:function` and run it as a command with the arguments that `context` left over."""
+def run(function: str, name: str, arguments: list[str]) -> None:
+    """Import `module:function` and run it as the command `name`; errors that are the user's to mend end it."""
     module, _, attribute = function.partition(":")
     try:
         single = typer.Typer(add_completion=False)
         single.command()(getattr(import_module(module), attribute))
         command = typer.main.get_command(single)
-        code = command.main(context.args, prog_name=context.command_path, standalone_mode=False)
+        code = command.main(arguments, prog_name=f"hf-kvcache {name}", standalone_mode=False)
     except KVCacheError as error:
         _stop(f"{type(error).__name__}: {error}")
     except ModuleNotFoundError as error:
@@ -62,7 +62,7 @@ def run(function: str, context: typer.Context) -> None:
             raise typer.Exit(code)
 
 
-def _stop(message: str) -> None:
+def _stop(message: str) -> NoReturn:
     """End with one message and exit code 1."""
     typer.echo(message, err=True)
     raise typer.Exit(1)
