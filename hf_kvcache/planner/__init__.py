@@ -1,0 +1,1 @@
+"""What a model and its cache need: bytes, capacity, operations, time. Computed before anything is loaded."""
