@@ -18,8 +18,9 @@ from ..blocks import BlockTable, Run
 from . import matmul
 
 # Up to here torch's kernel on a view of the arena beats two products and a softmax, by bytes per element (measured,
-# two CPU cores). With several queries it always does, as long as the history is one view.
-_STOCK_BELOW_TOKENS = {2: 512, 4: 2048, 8: 2048}
+# two CPU cores). With several queries it always does, as long as the history is one view. In float64, the dtype of
+# proofs, a single token always takes the products, so that a proof covers them at any length.
+_STOCK_BELOW_TOKENS = {2: 512, 4: 2048, 8: 0}
 
 # Above this many queries the scores would need much memory: better copy a scattered history for the stock kernel.
 _STOCK_ABOVE_QUERIES = 16
