@@ -20,8 +20,6 @@ PROOF_TOKENS = 640
 PROMPT_TOKENS = 120
 SINGLE_TOKENS = 32
 TOLERANCE = 1e-9
-STEPS = 2 + len(MODES)
-"""Progress steps of one proof."""
 
 
 class Float64Reference(NamedTuple):
@@ -51,7 +49,7 @@ def prove(
         builds: One factory for each cache; a fresh cache is made for each run.
         window: Token ids, at least 16.
         seed: Of sampled generation.
-        step: Called as work goes on, `(len(builds) + 1) * STEPS + 1` times if all goes well.
+        step: Called as work goes on, `steps(len(builds))` times if all goes well.
 
     Returns:
         The proof of `DynamicCache` itself (its generation is the yardstick, so that part is empty), then one
@@ -61,9 +59,16 @@ def prove(
         InputError: The model has no float64 twin (quantized weights).
     """
     with torch.inference_mode(), in_float64(model) as attention:
-        reference = _reference(model, attention, window[:PROOF_TOKENS], seed, step)
+        modes = tuple(MODES) if builds else ()
+        reference = _reference(model, attention, window[:PROOF_TOKENS], modes=modes, seed=seed, step=step)
         yardstick = _prove_one(model, _dynamic(window), reference._replace(generated={}), seed, step)
         return [yardstick, *(_prove_one(model, build, reference, seed, step) for build in builds)]
+
+
+def steps(caches: int) -> int:
+    """How often `prove` calls `step` for so many caches."""
+    logits, modes = 2, len(MODES) if caches else 0
+    return 1 + logits + modes + caches * (logits + modes)
 
 
 def judge(declared: Kind, identical: bool, difference: float, proof: Proof | None) -> tuple[Kind, tuple[str, ...]]:
@@ -102,13 +107,19 @@ def judge(declared: Kind, identical: bool, difference: float, proof: Proof | Non
 
 
 def _reference(
-    model: PreTrainedModel, attention: str, window: Tensor, seed: int, step: Callable[[], object]
+    model: PreTrainedModel,
+    attention: str,
+    window: Tensor,
+    *,
+    modes: tuple[str, ...],
+    seed: int,
+    step: Callable[[], object],
 ) -> Float64Reference:
     positions = len(window) - 1 - _chunked(window).prefill_tokens
     logits = forward(model, window[None, :-1].to(model.device), None, keep=positions)[0]
     step()
     generated: dict[str, Generated] = {}
-    for mode in MODES:
+    for mode in modes:
         generated[mode] = generate(model, _made(_dynamic(window), model), window[:PROMPT_TOKENS], mode, seed)
         step()
     return Float64Reference(attention, window, logits, generated)
@@ -127,7 +138,7 @@ def _prove_one(
         prompt = reference.window[:PROMPT_TOKENS]
         checks.append(_generation(model, build, prompt, mode, expected=expected, seed=seed))
         step()
-    return Proof(reference.attention, scale, TOLERANCE * scale, differences, tuple(checks))
+    return Proof(reference.attention, len(reference.window) - 1, scale, TOLERANCE * scale, differences, tuple(checks))
 
 
 def _differences(

@@ -6,7 +6,7 @@ the way, and a difference of 1e-16 in front of such a rounding can come out as 1
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class KeepFloat64(TorchFunctionMode):
     """While active, an operation on float64 tensors that asks for float32 gets float64 instead."""
 
+    @no_type_check  # called for every operation: checked types would cost more than the operations of a small model
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -155,7 +155,10 @@ def _proof_lines(cache: CacheResult) -> list[str]:
         return [*head, f"No proof: {cache.proof_note}.", ""]
     return [
         *head,
-        f"float64, {proof.attention}; logit scale {proof.logit_scale:.3g}, tolerance {proof.tolerance:.1e}.",
+        (
+            f"float64, {proof.attention}, up to {proof.context_tokens:,} tokens; logit scale {proof.logit_scale:.3g}, "
+            f"tolerance {proof.tolerance:.1e}."
+        ),
         "",
         *(f"- {of.mode}, {of.positions} positions: {of.logit_difference:.1e}" for of in proof.differences),
         *(

@@ -105,6 +105,7 @@ class Proof:
 
     Attributes:
         attention: Attention implementation it was run with.
+        context_tokens: Tokens in the cache at the end: what a cache does only in longer contexts is not covered.
         logit_scale: Largest absolute logit without a cache.
         tolerance: Largest logit difference that passes.
         differences: One for each way to feed the text.
@@ -112,6 +113,7 @@ class Proof:
     """
 
     attention: str
+    context_tokens: int
     logit_scale: float
     tolerance: float
     differences: tuple[Difference, ...]

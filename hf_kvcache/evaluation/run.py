@@ -15,7 +15,7 @@ from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation import metrics
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
 from hf_kvcache.evaluation.environment import environment
-from hf_kvcache.evaluation.exactness import STEPS, capacity_tokens, judge, prove
+from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
 from hf_kvcache.evaluation.memory import measured_bytes
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.protocols import Protocol, Scored, stream
@@ -199,8 +199,7 @@ def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int,
         "approximate": "declares itself approximate",
     }
     chosen = [row for row in rows[1:] if row.declared not in notes]
-    steps = (len(chosen) + 1) * STEPS + 1
-    with tqdm(total=steps, unit=" steps", desc="proving in float64", disable=not progress) as bar:
+    with tqdm(total=steps(len(chosen)), unit=" steps", desc="proving in float64", disable=not progress) as bar:
         try:
             found = prove(model, [row.build for row in chosen], window, seed, lambda: bar.update(1))
         except InputError as error:
