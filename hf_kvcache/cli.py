@@ -75,11 +75,7 @@ add(
     "Say whether caches are exact, and how far they are if not.",
 )
 add("bench", "hf_kvcache.bench.command:bench_command", "Time caches on your model, and measure the bytes they hold.")
-add(
-    "plan",
-    "hf_kvcache.planner.command:plan_command",
-    "Say what a model and its cache need, and what fits, before it is loaded.",
-)
+# hf-kvcache plan: add("plan", "hf_kvcache.planner.command:plan_command", "...") belongs here.
 
 if __name__ == "__main__":
     sys.exit(app())

@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
     """Dense bf16 (fp16 where it has no bf16) operations per second; None where only a size was given."""
 
 
-def _gpu(name: str, memory_gib: int, bandwidth_gbs: int, tflops: int) -> Gpu:
+def _gpu(name: str, memory_gib: int, bandwidth_gbs: float, tflops: float) -> Gpu:
     return Gpu(name, memory_gib * GIB, bandwidth_gbs * 1e9, tflops * 1e12)
 
 
@@ -65,7 +65,7 @@ def find_gpu(name: str) -> Gpu:
     key = name.strip().lower()
     if key in GPUS:
         return GPUS[key]
-    if key[:1].isdigit():
+    if key[:1].isdigit() or key[:1] == "-":
         return Gpu(key, parse_bytes(key), None, None)
     near = difflib.get_close_matches(key, GPUS, n=2)
     hint = f"Did you mean {' or '.join(near)}? " if near else ""

@@ -22,16 +22,14 @@ class LayerGroup(NamedTuple):
 
     kind: str
     """The layer object in words."""
-    layers: int
+    count: int
     layer_bytes: int
     """Bytes of one of them."""
-    tensor_bytes: int
-    """Bytes of its larger tensor of the two that hold keys and values; 0 if it has none."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all of them."""
-        return self.layers * self.layer_bytes
+        return self.count * self.layer_bytes
 
 
 def cache_groups(
@@ -64,13 +62,12 @@ def cache_groups(
         cache = _build(build, shape.decoder, spec)
         layer = cache.layers[indices[0]]
         _feed(layer, states, tokens, new_tokens, rows, spec)
-        size = held_bytes(cache, layer)
-        groups.append(LayerGroup(kind, len(indices), size, _larger(states, size)))
+        groups.append(LayerGroup(kind, len(indices), held_bytes(cache, layer)))
     if shape.cross_layers and encoder_tokens:
         cross = DynamicCache()
         states = shape.cross_layers[0]
         cross.update(*_key_values(states, rows, encoder_tokens), 0)
-        groups.append(LayerGroup("cross-attention", len(shape.cross_layers), held_bytes(cross, cross.layers[0]), 0))
+        groups.append(LayerGroup("cross-attention", len(shape.cross_layers), held_bytes(cross, cross.layers[0])))
     return tuple(groups)
 
 
@@ -99,14 +96,7 @@ def held_bytes(cache: Cache, layer: Any) -> int:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 storages[id(storage)] = storage
-    return own + sum(int(storage.nbytes()) for storage in storages.values())
-
-
-def _larger(states: LayerShape, layer_bytes: int) -> int:
-    if states.keys is None or states.values is None:
-        return 0
-    key, value = states.keys.token_bytes, states.values.token_bytes
-    return layer_bytes * max(key, value) // (key + value)
+    return own + sum(storage.nbytes() for storage in storages.values())
 
 
 def _build(build: Callable[[PreTrainedConfig], Cache | None], config: PreTrainedConfig, spec: str) -> Cache:

@@ -112,24 +112,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }
 """By the name a user types."""
-
-HUB_IDS: dict[str, str] = {
-    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
-    "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
-    "mistral-7b": "mistralai/Mistral-7B-v0.3",
-    "gemma-2-9b": "google/gemma-2-9b",
-    "gemma-3-27b": "google/gemma-3-27b-pt",
-    "phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "qwen3-next-80b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
-}
-"""Where the weights of a preset are; `smollm2-135m` is the evaluation's built-in model."""
-
-
-def loadable_name(name: str) -> str:
-    """The name by which the evaluation loads the model that is planned as `name`."""
-    return HUB_IDS.get(name.lower(), name)

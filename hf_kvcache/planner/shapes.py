@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -52,21 +51,6 @@ class LayerShape(NamedTuple):
     """Recurrent states, likewise."""
 
 
-class Parameter(NamedTuple):
-    """One parameter of a model; tied ones are one."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    """``matrix`` (multiplies every token), ``expert`` (a stack of matrices, of which a token meets a few),
-    ``embedding`` (looked up only) or ``vector`` (norms and biases)."""
-
-    @property
-    def numbers(self) -> int:
-        """Numbers in it."""
-        return math.prod(self.shape)
-
-
 class ModelShape(NamedTuple):
     """What a model stores."""
 
@@ -75,12 +59,18 @@ class ModelShape(NamedTuple):
     layers: tuple[LayerShape, ...]
     cross_layers: tuple[LayerShape, ...]
     """The cross-attention half of an encoder-decoder; empty for others."""
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[tuple[str, tuple[int, ...], int], ...]
+    """(name, shape, bytes) of each, tied ones once."""
 
     @property
     def decoder(self) -> PreTrainedConfig:
         """The config of the decoder alone."""
         return self.config.get_text_config(decoder=True)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(size for _, _, size in self.parameters)
 
 
 def observe_model(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> ModelShape:
@@ -109,32 +99,12 @@ def observe_model(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16)
         raise ConfigError(f"a {config.model_type} model cannot be run on shapes alone: {error}") from error
     halves = (cache.self_attention_cache, cache.cross_attention_cache) if config.is_encoder_decoder else (cache, None)
     layers, cross_layers = (tuple(map(_layer_shape, half.layers)) if half else () for half in halves)
-    return ModelShape(config, dtype, layers, cross_layers, _parameters(model))
+    # Parameters: each once, also where embedding and output share one.
+    parameters = tuple((name, tuple(p.shape), p.numel() * p.element_size()) for name, p in model.named_parameters())
+    return ModelShape(config, dtype, layers, cross_layers, parameters)
 
 
-def _parameters(model: PreTrainedModel) -> tuple[Parameter, ...]:
-    """Each parameter once, also where embedding and output share one."""
-    output = model.get_output_embeddings()
-    shared = None if output is None else output.weight
-    looked_up = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module.weight is not shared
-    }
-    parameters = []
-    for name, parameter in model.named_parameters():
-        kind = "matrix"
-        if parameter.ndim < 2 or name.endswith("bias"):
-            kind = "vector"
-        elif id(parameter) in looked_up:
-            kind = "embedding"
-        elif ".experts." in name:
-            kind = "expert"
-        parameters.append(Parameter(name, tuple(parameter.shape), kind))
-    return tuple(parameters)
-
-
-def cache_argument(model: Any) -> str:
+def cache_argument(model: PreTrainedModel) -> str:
     """The name of the model's argument for a cache, which transformers changed between 5.20 and 5.24."""
     known = inspect.signature(model.prepare_inputs_for_generation).parameters
     return "cache" if "cache" in known else "past_key_values"
@@ -152,7 +122,7 @@ def quiet() -> Iterator[None]:
 
 
 def _meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    auto: Any = AutoModelForCausalLM
+    auto = AutoModelForCausalLM
     if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and config.is_encoder_decoder:
         auto = AutoModelForSeq2SeqLM
     try:

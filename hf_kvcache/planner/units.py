@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TypeAlias
 
 from ..errors import InputError
-
-Number: TypeAlias = int | float
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GB = 10**9
@@ -30,10 +27,11 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].lower() not in _BYTES_OF:
         units = ", ".join(unit for unit in _BYTES_OF if unit)
         raise InputError(f"expected a size such as 80GiB or 24GB, got {text!r}; units: {units}, or bytes without one")
-    return positive(int(float(match[1]) * _BYTES_OF[match[2].lower()]), "a size in bytes")
+    size = int(float(match[1]) * _BYTES_OF[match[2].lower()])
+    return positive(size, "a size in bytes")
 
 
-def format_bytes(size_bytes: Number) -> str:
+def format_bytes(size_bytes: float) -> str:
     """A size in binary units, three digits or more.
 
     Example:
@@ -46,7 +44,7 @@ def format_bytes(size_bytes: Number) -> str:
     return f"{size_bytes:,.0f} bytes"
 
 
-def format_flops(flops: Number) -> str:
+def format_flops(flops: float) -> str:
     """Operations in decimal units: 1 TFLOP = 10^12.
 
     Example:

@@ -32,9 +32,7 @@ def test_all_generation_modes_are_compared():
     yardstick, proof = proofs("static")
     assert yardstick.generation == ()
     assert [of.mode for of in proof.generation] == list(MODES)
-    # Before 5.24, transformers refused prompt lookup with its static cache.
-    assert all(of.error or (of.equal and of.score_difference < 1e-12) for of in proof.generation)
-    assert len(proof.refusals) <= 1
+    assert all(of.equal and of.score_difference < 1e-12 for of in proof.generation)
 
 
 @pytest.mark.parametrize("fault", ["off_by_one", "shuffled_block", "truncated"])
@@ -74,10 +72,7 @@ def test_a_cache_that_cannot_do_a_mode_is_reported_and_the_others_go_on():
 
     _, proof = prove(toys.tiny_model(), [lambda config: NoReorder(config=config)], WINDOW)
     assert [of.mode for of in proof.generation if not of.equal] == ["4 beams"]
-    assert proof.complaints == ()
-    assert proof.refusals == ("4 beams: generate raised NotImplementedError: no beams here",)
-    assert judge("undeclared", False, 1e-5, proof) == ("rounding", ())
-    assert len(judge("rounding", False, 1e-5, proof)[1]) == 1
+    assert proof.complaints == ("4 beams: generate raised NotImplementedError: no beams here",)
 
 
 def test_a_cache_that_cannot_run_in_float64_gives_the_reason():

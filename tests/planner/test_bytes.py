@@ -70,7 +70,7 @@ def test_one_prefill_is_the_most_a_growing_history_holds(prompt):
 def test_shared_layers_store_nothing():
     shape = observe_model(decoder_config(tiny_model("gemma3n")))
     kinds = {group.kind: group for group in cache_groups(shape, "paged", 40)}
-    assert kinds["DummyLayer"].layers == 2
+    assert kinds["DummyLayer"].count == 2
     assert kinds["DummyLayer"].total_bytes == 0
 
 
