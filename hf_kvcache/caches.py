@@ -24,7 +24,7 @@ class PagedCache(KVCache):
         >>> model = LlamaForCausalLM(LlamaConfig(
         ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
         >>> cache = PagedCache(model.config)
-        >>> text = model.generate(torch.arange(3, 13)[None], past_key_values=cache, max_new_tokens=5, do_sample=False)
+        >>> text = model.generate(torch.arange(3, 13)[None], past_key_values=cache, max_new_tokens=5, min_new_tokens=5)
         >>> cache.get_seq_length()
         14
     """
