@@ -22,14 +22,14 @@ def proofs(*specs, model=None, **options):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_exact_caches_are_proven_to_1e_13_also_where_softmax_and_norms_ask_for_float32(attention):
     model = toys.tiny_model(attn_implementation=attention)
-    for proof in proofs("dynamic", "static", model=model):
+    for proof in proofs("dynamic", "paged", model=model):
         assert proof.complaints == ()
         assert proof.attention == attention
         assert 0 < proof.logit_difference < 1e-13 * proof.logit_scale
 
 
 def test_all_generation_modes_are_compared():
-    yardstick, proof = proofs("static")
+    yardstick, proof = proofs("paged")
     assert yardstick.generation == ()
     assert [of.mode for of in proof.generation] == list(MODES)
     assert all(of.equal and of.score_difference < 1e-12 for of in proof.generation)
