@@ -65,7 +65,7 @@ def _transformers_cache(spec: str, kind: Callable[..., Cache], options: dict[str
     def build(config: PreTrainedConfig) -> Cache:
         try:
             return kind(config=config, **options)
-        except (ImportError, ValueError, TypeError, RuntimeError) as error:
+        except (AssertionError, ImportError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"transformers cannot build the cache {spec!r} here: {error}") from error
 
     return build

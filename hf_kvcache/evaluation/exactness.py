@@ -102,7 +102,8 @@ def judge(declared: Kind, identical: bool, difference: float, proof: Proof | Non
             f"declares itself bitwise exact, but logits differ by up to {difference:.3g} in the working dtype"
         )
     if declared in ("bitwise", "rounding") and proof is not None:
-        failures.extend(f"declares itself exact ({declared}), but in float64, {text}" for text in proof.complaints)
+        texts = proof.complaints + proof.refusals
+        failures.extend(f"declares itself exact ({declared}), but in float64, {text}" for text in texts)
     return measured, tuple(failures)
 
 

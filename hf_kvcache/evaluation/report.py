@@ -98,13 +98,15 @@ def verdict(cache: CacheResult) -> str:
     """The class in a few words, with a mark where the claim and the measurement part."""
     if cache.failures:
         return f"FAILED (declares {cache.declared})"
-    return {
+    refused = len(cache.proof.refusals) if cache.proof else 0
+    words = {
         "bitwise": "exact, bitwise",
         "rounding": "exact up to rounding",
         "approximate": "approximate",
         "unproven": "not proven",
         "uncached": "no cache",
-    }[cache.measured]
+    }
+    return words[cache.measured] + (f" ({refused} modes refused)" if refused else "")
 
 
 def _spread(interval: Interval) -> str:

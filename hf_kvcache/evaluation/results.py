@@ -126,13 +126,18 @@ class Proof:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What did not pass, one sentence each; empty if proven."""
+        """What came out different, one sentence each; empty if proven."""
         logits = tuple(
             f"{of.mode}: logits differ by {of.logit_difference:.3g}, tolerance {self.tolerance:.3g}"
             for of in self.differences
             if not of.logit_difference <= self.tolerance
         )
-        return logits + tuple(of.complaint for of in self.generation if not of.equal)
+        return logits + tuple(of.complaint for of in self.generation if not of.equal and not of.error)
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Generation modes that raised with this cache, one sentence each: not wrong, but not possible."""
+        return tuple(of.complaint for of in self.generation if of.error)
 
 
 @dataclass(frozen=True)

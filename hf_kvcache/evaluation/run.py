@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from hf_kvcache.errors import InputError
+from hf_kvcache.errors import ConfigError, InputError, KVCacheError
 from hf_kvcache.evaluation import metrics
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
 from hf_kvcache.evaluation.memory import measured_bytes
 from hf_kvcache.evaluation.models import LoadedModel
-from hf_kvcache.evaluation.protocols import Protocol, Scored, stream
+from hf_kvcache.evaluation.protocols import Protocol, Scored, forward, stream
 from hf_kvcache.evaluation.results import (
     CacheResult,
     ContradictionError,
@@ -107,7 +108,7 @@ def evaluate(
     started = time.perf_counter()
     protocol = protocol or Protocol()
     _check(loaded.model, caches, protocol)
-    rows = [_row(spec, protocol, loaded.model.config) for spec in (REFERENCE, "none", *caches)]
+    rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
     texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
     with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
         first, lengths = _measure(loaded.model, rows, texts, protocol, bar.update)
@@ -145,16 +146,28 @@ def _check(model: PreTrainedModel, caches: Sequence[str], protocol: Protocol) ->
         )
 
 
-def _row(spec: str, protocol: Protocol, config: PreTrainedConfig) -> _Row:
-    """Resolve a spec, and ask the cache it names what it says about itself."""
+def _row(spec: str, protocol: Protocol, model: PreTrainedModel) -> _Row:
+    """Resolve a spec, try the cache it names on three tokens, and ask what it says about itself."""
     build = resolve_cache(spec, capacity_tokens(protocol))
-    cache = build(config)
+    cache = build(model.config)
     if cache is None:
         return _Row(spec, build, "uncached", "every token is recomputed")
+    _try(model, cache, spec)
     exactness = getattr(cache, "exactness", None)
     if exactness is None:
         return _Row(spec, build, "undeclared", "")
     return _Row(spec, build, cast("Kind", exactness.kind), str(exactness.reason))
+
+
+def _try(model: PreTrainedModel, cache: Cache, spec: str) -> None:
+    """Raise now what would otherwise stop the run halfway."""
+    try:
+        for ids in ([[0, 1]], [[2]]):
+            forward(model, torch.tensor(ids, device=model.device), cache)
+    except KVCacheError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{spec!r} cannot run on this model and machine: {type(error).__name__}: {error}") from error
 
 
 def _measure(

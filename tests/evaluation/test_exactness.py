@@ -72,7 +72,10 @@ def test_a_cache_that_cannot_do_a_mode_is_reported_and_the_others_go_on():
 
     _, proof = prove(toys.tiny_model(), [lambda config: NoReorder(config=config)], WINDOW)
     assert [of.mode for of in proof.generation if not of.equal] == ["4 beams"]
-    assert proof.complaints == ("4 beams: generate raised NotImplementedError: no beams here",)
+    assert proof.complaints == ()
+    assert proof.refusals == ("4 beams: generate raised NotImplementedError: no beams here",)
+    assert judge("undeclared", False, 1e-5, proof) == ("rounding", ())
+    assert len(judge("rounding", False, 1e-5, proof)[1]) == 1
 
 
 def test_a_cache_that_cannot_run_in_float64_gives_the_reason():

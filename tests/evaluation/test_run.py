@@ -5,7 +5,7 @@ import pytest
 import torch
 import toys
 
-from hf_kvcache.errors import InputError, SpecError
+from hf_kvcache.errors import ConfigError, InputError, SpecError
 from hf_kvcache.evaluation import ContradictionError, Protocol, evaluate
 
 SIZES = Protocol(window_tokens=60, prefill_tokens=12, chunk_tokens=8)
@@ -108,6 +108,11 @@ def test_requests_that_cannot_work_are_refused_before_anything_runs():
         evaluate(toys.loaded(), no_text(), [], protocol=SIZES)
     with pytest.raises(InputError, match="more than the 512 positions"):
         evaluate(toys.loaded(), no_text(), ["dynamic"], protocol=Protocol(513, 12, 8))
+
+
+def test_a_cache_that_cannot_run_here_is_refused_before_the_text_is_read():
+    with pytest.raises(ConfigError, match="'toys:unable' cannot run on this model and machine: OSError: no device"):
+        run("toys:unable")
 
 
 def test_results_are_frozen():

@@ -96,6 +96,13 @@ class NotANumber(ToyCache):
         return states * float("nan") if states.shape[-2] > new else states
 
 
+class Unable(DynamicCache):
+    """Needs something this machine does not have."""
+
+    def update(self, *args: Any, **kwargs: Any):
+        raise OSError("no device")
+
+
 class Hollow(DynamicCache):
     """Stores nothing."""
 
@@ -129,6 +136,10 @@ def boaster(config: PreTrainedConfig) -> Cache:
 
 def not_a_number(config: PreTrainedConfig) -> Cache:
     return NotANumber(config=config)
+
+
+def unable(config: PreTrainedConfig) -> Cache:
+    return Unable(config=config)
 
 
 def hollow(config: PreTrainedConfig) -> Cache:
