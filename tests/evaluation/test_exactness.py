@@ -22,7 +22,7 @@ def proofs(*specs, model=None, **options):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_exact_caches_are_proven_to_1e_13_also_where_softmax_and_norms_ask_for_float32(attention):
     model = toys.tiny_model(attn_implementation=attention)
-    for proof in proofs("dynamic", "paged", model=model):
+    for proof in proofs("dynamic", "static", "paged", model=model):
         assert proof.complaints == ()
         assert proof.attention == attention
         assert 0 < proof.logit_difference < 1e-13 * proof.logit_scale
