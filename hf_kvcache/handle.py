@@ -124,6 +124,8 @@ class Handle(torch.Tensor):
             repeated = _repeat_heads(func, args)
             if repeated is not None:
                 return repeated
+        elif func is Tensor.to and not kwargs and _is_already(args):
+            return args[0]
         return func(*_real(args), **_real(kwargs))
 
     @classmethod
@@ -176,6 +178,14 @@ def _same_history(key: Handle, value: Handle) -> bool:
         and len(key.shape) == len(value.shape) == 4
         and key.shape[1] == value.shape[1]
     )
+
+
+def _is_already(args: Sequence[Any]) -> bool:
+    """Whether ``handle.to(device)`` or ``handle.to(dtype)`` asks for what the handle is."""
+    handle, *target = args
+    if not isinstance(handle, Handle) or len(target) != 1 or not isinstance(target[0], torch.device | torch.dtype):
+        return False
+    return target[0] in (handle.device, handle.dtype)
 
 
 def _repeat_heads(func: Callable[..., Any], args: Sequence[Any]) -> Handle | None:

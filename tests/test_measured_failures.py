@@ -6,7 +6,15 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, WINDOW, tiny_model
 from modes import MODES, NEW_TOKENS, PROMPT_TOKENS, assistant_of, generate, prompt
-from strategies import CACHE_ARGUMENT, STRATEGIES, Strategy, decoder_config, dynamic_cache, whole_cache
+from strategies import (
+    CACHE_ARGUMENT,
+    STRATEGIES,
+    Strategy,
+    decoder_config,
+    dynamic_cache,
+    needs_positions,
+    whole_cache,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -83,6 +91,7 @@ def test_whole_prompt_cached(strategy: Strategy, architecture: str) -> None:
     check_as_without_cache(model, cache, ids)
 
 
+@needs_positions
 @pytest.mark.parametrize("architecture", POSITIONED)
 def test_whole_prompt_cached_and_fed_again(strategy: Strategy, architecture: str) -> None:
     ids = prompt()
@@ -93,6 +102,7 @@ def test_whole_prompt_cached_and_fed_again(strategy: Strategy, architecture: str
     check_nothing_stored(cache, before, PROMPT_TOKENS)
 
 
+@needs_positions
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_short_prompt_fed_again(strategy: Strategy, tokens: int) -> None:
     """With so few tokens the positions say less."""
@@ -186,7 +196,7 @@ def test_aligning_another_batch(strategy: Strategy) -> None:
 
 
 # More new tokens than are cached cannot be told from the whole text. GPT-2 itself stumbles over no tokens at all.
-@pytest.mark.parametrize("new_tokens", [1, 5, PROMPT_TOKENS])
+@pytest.mark.parametrize("new_tokens", [1, 5, pytest.param(PROMPT_TOKENS, marks=needs_positions)])
 @pytest.mark.parametrize("architecture", [name for name in POSITIONED if name != "gpt2"])
 def test_only_new_ids_without_a_mask(strategy: Strategy, architecture: str, new_tokens: int) -> None:
     """`generate` takes them for the whole text: the error says what to pass."""
@@ -287,6 +297,7 @@ def test_prefix_with_ragged_suffixes(strategy: Strategy) -> None:
         torch.testing.assert_close(generation.tokens[row], alone.tokens[0], rtol=0, atol=0)
 
 
+@needs_positions
 def test_prefix_with_tokenizer_padding(strategy: Strategy) -> None:
     """Padded on the left, as a tokenizer does, the short prompt does not begin with the cached prefix."""
     model, cache = filled(strategy, "llama", prompt()[:, :PREFIX])
@@ -381,6 +392,7 @@ def test_crop_within_the_window(strategy: Strategy, architecture: str) -> None:
     check_as_without_cache(model, cache, prompt())
 
 
+@needs_positions
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_drafts_on_a_growing_conversation(strategy: Strategy, architecture: str) -> None:
     """transformers feeds the whole text again when it drafts on a filled cache, and is silently wrong."""

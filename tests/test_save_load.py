@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES, tiny_model
 from modes import PROMPT_TOKENS, generate, prompt
 from safetensors import safe_open
 from safetensors.torch import save_file
-from strategies import CACHE_ARGUMENT, STRATEGIES, Strategy, decoder_config, whole_cache
+from strategies import CACHE_ARGUMENT, STRATEGIES, Strategy, decoder_config, needs_positions, whole_cache
 from transformers import PreTrainedModel
 
 from hf_kvcache import InputError, KVCache, PagedCache, StateError, StorageError
@@ -95,6 +95,7 @@ def test_the_text_is_remembered(strategy: Strategy, tmp_path: Path) -> None:
     assert torch.equal(generate(model, loaded, prompt(rows=2)).tokens, expected.tokens)
 
 
+@needs_positions
 @every_strategy
 def test_positions_are_remembered(strategy: Strategy, tmp_path: Path) -> None:
     model, cache = filled(strategy)
