@@ -1,7 +1,7 @@
 """Cache strategies for Hugging Face Transformers: one history, kept, shared, moved, encoded or dropped."""
 
 from .cache import Exactness, KVCache, Memory
-from .caches import PagedCache
+from .caches import PagedCache, QuantizedCache
 from .errors import (
     ConfigError,
     EvaluationError,
@@ -22,6 +22,7 @@ __all__ = [
     "KVCacheError",
     "Memory",
     "PagedCache",
+    "QuantizedCache",
     "SpecError",
     "StateError",
     "StorageError",

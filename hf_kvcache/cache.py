@@ -17,9 +17,11 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from .blocks import Usage
 from .errors import ConfigError, InputError, StateError
 from .layer import BlockLayer, layer_tensors
 from .positions import PositionGuard
+from .quantized import Quantization, QuantizedLayer
 from .tokens import TokenRecord
 
 _BLOCK_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -39,7 +41,9 @@ class Memory(NamedTuple):
     """Bytes a cache holds."""
 
     payload_bytes: int
-    """Keys and values of tokens."""
+    """Keys and values of tokens, or their codes."""
+    scale_bytes: int
+    """What codes need to be read: scales, means, and what a codec learned. 0 where nothing is encoded."""
     unused_bytes: int
     """Room in blocks that holds no token: unfilled ends and free blocks."""
     table_bytes: int
@@ -56,7 +60,7 @@ class Memory(NamedTuple):
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.payload_bytes + self.unused_bytes + self.table_bytes + self.other_bytes
+        return self.payload_bytes + self.scale_bytes + self.unused_bytes + self.table_bytes + self.other_bytes
 
 
 class KVCache(DynamicCache):
@@ -71,6 +75,7 @@ class KVCache(DynamicCache):
         block_size: Tokens per block.
         fused: Attend over the blocks where they lie. False returns real tensors to the model: bitwise the results of
             transformers' dynamic cache, and its copy of the history for every token.
+        quantization: How full-attention layers encode what has left their recent window; None keeps it as it is.
 
     Raises:
         ConfigError: A block size below 1, or a layer type that transformers does not know either.
@@ -87,11 +92,19 @@ class KVCache(DynamicCache):
         (20, 20)
     """
 
-    def __init__(self, config: PreTrainedConfig, *, block_size: int = 64, fused: bool = True) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        block_size: int = 64,
+        fused: bool = True,
+        quantization: Quantization | None = None,
+    ) -> None:
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        Cache.__init__(self, layers=_build_layers(config, block_size, fused))
+        Cache.__init__(self, layers=_build_layers(config, block_size, fused, quantization))
         self.block_size = block_size
         self.fused = fused
+        self.quantization = quantization
         self.block_layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
         """The layers whose history is in blocks."""
         self._positions = PositionGuard()
@@ -299,27 +312,29 @@ class KVCache(DynamicCache):
     @property
     def exactness(self) -> Exactness:
         """What this cache claims about its results."""
+        if any(isinstance(layer, QuantizedLayer) and not layer.is_exact for layer in self.block_layers):
+            return Exactness("approximate", f"full-attention layers are encoded: {self.quantization}")
         if self.fused:
             return Exactness("rounding", "blocks are read in place: the same sums, added in another order")
         return Exactness("bitwise", "the model gets the tensors that transformers' dynamic cache returns")
 
+    def options(self) -> dict[str, Any]:
+        """What it was built with, as the options of a specification."""
+        return {"block_size": self.block_size, "fused": self.fused}
+
     def memory(self) -> Memory:
         """Bytes held now, by kind and by device."""
-        payload = unused = table = held = other = 0
+        usage, held, other = Usage(0, 0, 0, 0), 0, 0
         devices: dict[str, int] = {}
         for block_layer in self.block_layers:
-            if block_layer.table is None:
+            history = block_layer.table
+            if history is None:
                 continue
-            pool, blocks = block_layer.table.pool, block_layer.table
-            open_tokens = blocks.tokens % pool.block_size
-            unfilled = blocks.rows * (pool.block_size - open_tokens) if open_tokens else 0
-            layer_payload = (pool.used_blocks * pool.block_size - unfilled) * pool.token_bytes
-            arena = pool.capacity_blocks * pool.block_size * pool.token_bytes
-            payload += layer_payload
-            unused += arena - layer_payload
-            table += 8 * (blocks.entries + pool.capacity_blocks)
-            held = max(held, blocks.tokens - blocks.first_token)
-            devices[str(block_layer.device)] = devices.get(str(block_layer.device), 0) + arena
+            of_layer = history.usage()
+            usage = Usage(*(total + part for total, part in zip(usage, of_layer, strict=True)))
+            held = max(held, history.tokens - history.first_token)
+            device = str(block_layer.device)
+            devices[device] = devices.get(device, 0) + sum(of_layer) - of_layer.table_bytes
         for layer in self.layers:
             if isinstance(layer, BlockLayer):
                 continue
@@ -328,7 +343,7 @@ class KVCache(DynamicCache):
                 other += size
                 devices[str(tensor.device)] = devices.get(str(tensor.device), 0) + size
         blocks_seen = max((layer.get_seq_length() for layer in self.block_layers), default=0)
-        return Memory(payload, unused, table, other, devices, blocks_seen, held)
+        return Memory(*usage, other, devices, blocks_seen, held)
 
     def describe(self) -> str:
         """One readable line per group of equal layers."""
@@ -373,11 +388,15 @@ class KVCache(DynamicCache):
         return cache
 
 
-def _build_layers(config: PreTrainedConfig, block_size: int, fused: bool) -> list[Any]:
+def _build_layers(
+    config: PreTrainedConfig, block_size: int, fused: bool, quantization: Quantization | None
+) -> list[Any]:
     layer_types, layer_arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     layers: list[Any] = []
     for index, (layer_type, arguments) in enumerate(zip(layer_types, layer_arguments, strict=True)):
-        if layer_type in _BLOCK_LAYER_TYPES:
+        if layer_type == "full_attention" and quantization is not None:
+            layers.append(quantization.layer(index, block_size))
+        elif layer_type in _BLOCK_LAYER_TYPES:
             layers.append(BlockLayer(block_size, window=arguments.get("sliding_window"), fused=fused))
         elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments))
@@ -390,15 +409,4 @@ def _build_layers(config: PreTrainedConfig, block_size: int, fused: bool) -> lis
 
 
 def _describe_layer(layer: object) -> str:
-    if not isinstance(layer, BlockLayer):
-        return f"{type(layer).__name__}, kept by transformers"
-    kind = "full attention" if layer.window is None else f"attention window of {layer.window}"
-    text = f"{kind}, blocks of {layer.block_size} tokens"
-    if layer.table is None:
-        return f"{text}, empty"
-    table, pool = layer.table, layer.table.pool
-    size = pool.capacity_blocks * pool.block_size * pool.token_bytes / 2**20
-    return (
-        f"{text}, {table.rows} rows x {table.tokens} tokens ({table.tokens - table.first_token} held) in "
-        f"{pool.used_blocks} of {pool.capacity_blocks} blocks, {size:.2f} MiB {str(layer.dtype).removeprefix('torch.')}"
-    )
+    return layer.describe() if isinstance(layer, BlockLayer) else f"{type(layer).__name__}, kept by transformers"

@@ -51,10 +51,19 @@ class Handle(torch.Tensor):
     _shape: torch.Size
     repeats: int
     """How often every head of the layer is repeated."""
+    given: Tensor | None
+    """The real tensor, where the layer was given it in this very update and it is the whole history."""
 
     @staticmethod
     def __new__(  # noqa: PYI034  (beartype knows no Self in classes it does not decorate)
-        cls, layer: BlockLayer, kind: int, first_token: int, repeats: int, shape: Sequence[int], like: Tensor
+        cls,
+        layer: BlockLayer,
+        kind: int,
+        first_token: int,
+        repeats: int,
+        shape: Sequence[int],
+        like: Tensor,
+        given: Tensor | None = None,
     ) -> Handle:
         """A handle of `shape` with the dtype and device of `like`."""
         size = torch.Size(shape)
@@ -66,6 +75,7 @@ class Handle(torch.Tensor):
         handle.first_token = first_token
         handle.version = layer.version
         handle.repeats = repeats
+        handle.given = given
         return handle
 
     @property
@@ -76,7 +86,7 @@ class Handle(torch.Tensor):
     def materialize(self) -> Tensor:
         """The real tensor, a contiguous copy."""
         self.check_valid()
-        tensor = self.layer.materialize(self.first_token)[self.kind]
+        tensor = self.layer.materialize(self.first_token)[self.kind] if self.given is None else self.given
         if self.ndim == 5:
             return tensor[:, :, None].expand(self.shape)
         return tensor if self.repeats == 1 else tensor.repeat_interleave(self.repeats, dim=1)
@@ -92,7 +102,7 @@ class Handle(torch.Tensor):
     def reshaped(self, shape: Sequence[int], repeats: int) -> Handle:
         """The same history in another shape, with every head repeated `repeats` times."""
         self.check_valid()
-        return Handle(self.layer, self.kind, self.first_token, repeats, shape, self)
+        return Handle(self.layer, self.kind, self.first_token, repeats, shape, self, self.given)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "values" if self.kind else "keys"
@@ -157,13 +167,16 @@ def _attend(
     """The layer's own attention, or None where only real tensors will do."""
     if not (isinstance(key, Handle) and isinstance(value, Handle)) or isinstance(query, Handle):
         return None
-    if dropout_p > 0.0 or is_causal or query.requires_grad or not _same_history(key, value):
+    key.check_valid()
+    if not _same_history(key, value):
+        return None
+    key.layer.observe(query)
+    if dropout_p > 0.0 or is_causal or query.requires_grad or key.given is not None:
         return None
     heads = key.shape[1]
     fits = query.ndim == 4 and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
     if not fits or (query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0)):
         return None
-    key.check_valid()
     return key.layer.attend(query, attn_mask, scale or 1 / math.sqrt(query.shape[3]), key.first_token)
 
 

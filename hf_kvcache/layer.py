@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .attention import attend, materialize
-from .blocks import BlockPool, BlockTable
+from .blocks import BlockPool, BlockTable, History
 from .errors import ConfigError, InputError, StateError
 from .handle import Handle
 
@@ -43,7 +43,7 @@ class BlockLayer(CacheLayerMixin):
         self.fused = fused
         self.is_sliding = window is not None
         self.record_past = False
-        self.table: BlockTable | None = None
+        self.table: History | None = None
         self.is_initialized = False
         # Grows for the life of the layer, so that a handle from before a change is never mistaken for a valid one.
         self.version = 0
@@ -88,7 +88,7 @@ class BlockLayer(CacheLayerMixin):
         if table.tokens == 0:
             self._store_first(key_states, value_states)
             self.version += 1
-            return given if self.fused else (given[0].contiguous(), given[1].contiguous())
+            return self._read_first(*given)
         first_token = self._first_visible(table.tokens)
         if not self.record_past:
             table.drop_before(first_token)
@@ -202,16 +202,16 @@ class BlockLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """A copy of the keys held, ``[rows, heads, tokens, width]``; None before the first update."""
-        return None if self.table is None else materialize(self.table, self.table.first_token)[0]
+        return None if self.table is None else self.materialize(self.table.first_token)[0]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """A copy of the values held, ``[rows, heads, tokens, width]``; None before the first update."""
-        return None if self.table is None else materialize(self.table, self.table.first_token)[1]
+        return None if self.table is None else self.materialize(self.table.first_token)[1]
 
     def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
         """Contiguous copies of the keys and values from position `first_token` on."""
-        return materialize(self._table(), first_token)
+        return materialize(self._block_table(), first_token)
 
     def attend(
         self,
@@ -221,14 +221,31 @@ class BlockLayer(CacheLayerMixin):
         first_token: int,
     ) -> Float[Tensor, "rows query_heads queries value_width"]:
         """Attention of `query` over the history from position `first_token` on; see `hf_kvcache.attention.attend`."""
-        return attend(self._table(), first_token, query, mask, scale)
+        return attend(self._block_table(), first_token, query, mask, scale)
 
-    def restore(self, table: BlockTable) -> None:
+    def observe(self, query: Float[Tensor, "rows query_heads queries key_width"]) -> None:
+        """Called with the queries that are about to attend to this layer, those of the tokens stored last."""
+
+    def restore(self, table: History) -> None:
         """Take over a history that was stored."""
         self.table = table
-        self.dtype, self.device = table.pool.keys.dtype, table.pool.keys.device
+        self.dtype, self.device = table.raw_pool.keys.dtype, table.raw_pool.keys.device
         self.is_initialized = True
         self.version += 1
+
+    def describe(self) -> str:
+        """What the layer is and holds, in one line."""
+        kind = "full attention" if self.window is None else f"attention window of {self.window}"
+        text = f"{kind}, {self._storage()}"
+        if self.table is None:
+            return f"{text}, empty"
+        usage, table = self.table.usage(), self.table
+        size = (usage.payload_bytes + usage.scale_bytes + usage.unused_bytes) / 2**20
+        held = f"{table.rows} rows x {table.tokens} tokens ({table.tokens - table.first_token} held)"
+        return f"{text}, {held}, {size:.2f} MiB for {str(self.dtype).removeprefix('torch.')}"
+
+    def _storage(self) -> str:
+        return f"blocks of {self.block_size} tokens"
 
     def check_integrity(self) -> None:
         """Raise StateError unless the blocks of this layer are consistent."""
@@ -237,10 +254,16 @@ class BlockLayer(CacheLayerMixin):
 
     # -------------------------------------------------------------------------------------------------- internals
 
-    def _table(self) -> BlockTable:
+    def _table(self) -> History:
         if self.table is None:
             raise StateError("the layer has no history yet; call `update` first")
         return self.table
+
+    def _block_table(self) -> BlockTable:
+        table = self._table()
+        if not isinstance(table, BlockTable):
+            raise StateError(f"a paged layer cannot read a {type(table).__name__}")
+        return table
 
     def _first_visible(self, seen: int) -> int:
         """Position of the first token that the query after `seen` tokens can see."""
@@ -253,6 +276,10 @@ class BlockLayer(CacheLayerMixin):
             skipped = self._first_visible(key_states.shape[2]) // self.block_size
             table.skip(skipped)
         table.append(key_states[:, :, skipped * self.block_size :], value_states[:, :, skipped * self.block_size :])
+
+    def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What the queries of a first chunk attend to: the states themselves."""
+        return (key_states, value_states) if self.fused else (key_states.contiguous(), value_states.contiguous())
 
     def _select(self, rows: list[int]) -> None:
         table = self._table()
@@ -270,7 +297,7 @@ class BlockLayer(CacheLayerMixin):
             )
         if self.table is None:
             return
-        pool = self.table.pool
+        pool = self.table.raw_pool
         for name, states, arena in (("keys", keys, pool.keys), ("values", values, pool.values)):
             if (
                 states.shape[1] != arena.shape[0]

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from transformers import PreTrainedConfig
 
 from .cache import KVCache
-from .caches import PagedCache
+from .caches import PagedCache, QuantizedCache
 from .errors import SpecError
 
-STRATEGIES: dict[str, type[Any]] = {"paged": PagedCache}
+STRATEGIES: dict[str, type[Any]] = {"paged": PagedCache, "quantized": QuantizedCache}
 """Every cache a specification can name."""
 
 
@@ -63,6 +63,13 @@ def build_cache(config: PreTrainedConfig, spec: str) -> KVCache:
             raise _error(spec, at + len(option) + 1, f"{option!r} is of type {expected}, which this is not")
     cache: KVCache = STRATEGIES[name](config, **options)
     return cache
+
+
+def cache_spec(cache: KVCache) -> str:
+    """The specification that `build_cache` makes such a cache of."""
+    name = next((name for name, kind in STRATEGIES.items() if type(cache) is kind), "paged")
+    options = cache.options()
+    return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items() if value is not None)
 
 
 def parse_spec(spec: str) -> list[Term]:

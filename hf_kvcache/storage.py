@@ -1,9 +1,10 @@
 """A cache in one safetensors file: blocks, tables and token ids, marked with the model they belong to.
 
-Tensors: ``layer.N.keys`` and ``layer.N.values``, axes (heads, tokens, width), the tokens being those of the blocks in
-use, block after block; ``token_ids`` and ``last_positions`` where they are known. Metadata: format, version, the
-model's fingerprint, and the tables as JSON. A SHA-256 over everything guards against truncation and altered bytes.
-Nothing is ever unpickled.
+Tensors: the arenas of layer N, ``layer.N.raw.0`` (keys) and ``layer.N.raw.1`` (values) of a paged layer, axes (heads,
+slots, width), the slots being those of the blocks in use, block after block; of a quantized one also ``sinks`` and
+``encoded``, and what its codecs learned; ``token_ids`` and ``last_positions`` where they are known. Metadata: format,
+version, the model's fingerprint, how the cache was built, and the tables as JSON. A SHA-256 over everything guards
+against truncation and altered bytes. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .blocks import BlockPool, BlockTable
-from .errors import StateError, StorageError
+from .blocks import BlockPool, BlockTable, ColumnTable, History
+from .errors import KVCacheError, StateError, StorageError
 from .fingerprint import model_fingerprint, tensor_bytes
 from .layer import BlockLayer, layer_tensors
+from .quantized import QuantizedLayer, QuantizedTable
+from .spec import build_cache, cache_spec
 
 _FORMAT = "hf_kvcache"
 _VERSION = "1"
@@ -47,7 +50,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: PreTrainedModel)
             raise StateError(f"layer {index} ({type(layer).__name__}) is kept by transformers and cannot be saved")
         if layer.table is None:
             raise StateError(f"layer {index} holds nothing to save")
-        tables[str(index)] = _store_table(layer.table, f"layer.{index}", tensors)
+        tables[str(index)] = _store_history(layer.table, f"layer.{index}", tensors)
     for name, known in (("token_ids", cache.token_ids), ("last_positions", cache.last_positions)):
         if known is not None:
             tensors[name] = known.cpu().contiguous()
@@ -55,7 +58,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: PreTrainedModel)
         "format": _FORMAT,
         "version": _VERSION,
         "model": model_fingerprint(model),
-        "cache": json.dumps({"block_size": cache.block_size, "fused": cache.fused, "layers": tables}),
+        "cache": json.dumps({"spec": cache_spec(cache), "layers": tables}),
     }
     metadata["sha256"] = _checksum(metadata, tensors)
     temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
@@ -69,10 +72,11 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: PreTrainedModel)
 
 
 def load_cache(kind: Any, path: str | os.PathLike[str], model: PreTrainedModel) -> Any:
-    """The cache in file `path`, as an instance of the `KVCache` class `kind`, on the devices of the model's layers.
+    """The cache in file `path`, built as it was, on the devices of the model's layers.
 
     Raises:
-        StorageError: The file is missing, truncated, altered, of a newer format or of another model.
+        StorageError: The file is missing, truncated, altered, of a newer format, of another model, or holds a cache
+            that is no `kind`.
     """
     name = os.fspath(path)
     metadata, tensors = _read(name)
@@ -87,26 +91,87 @@ def load_cache(kind: Any, path: str | os.PathLike[str], model: PreTrainedModel) 
             f"{name} belongs to another model (config or weights differ); it must not be used with this one"
         )
     description = json.loads(metadata["cache"])
-    cache = kind(model.config, block_size=description["block_size"], fused=description["fused"])
     devices = _layer_devices(model)
     try:
-        for index, table in description["layers"].items():
-            device = devices.get(int(index))
-            keys, values = (tensors[f"layer.{index}.{part}"].to(device) for part in ("keys", "values"))
-            cache.layers[int(index)].restore(_restore_table(table, keys, values, cache.block_size))
+        cache = build_cache(model.config, description["spec"])
+        for index, stored in description["layers"].items():
+            prefix, device = f"layer.{index}.", devices.get(int(index))
+            parts = {key.removeprefix(prefix): t.to(device) for key, t in tensors.items() if key.startswith(prefix)}
+            layer = cache.layers[int(index)]
+            if not isinstance(layer, BlockLayer):
+                raise StateError(f"layer {index} is kept by transformers, but was stored as blocks")
+            layer.restore(_restore_history(layer, stored, parts))
         cache.check_integrity()
-    except (KeyError, IndexError, ValueError, StateError) as error:
+    except (KeyError, IndexError, ValueError, TypeError, KVCacheError) as error:
         raise StorageError(f"{name} does not describe a consistent cache: {error}") from error
+    if not isinstance(cache, kind):
+        raise StorageError(f"{name} holds a {type(cache).__name__}, no {kind.__name__}; load it with that class")
     cache.carry(tensors.get("token_ids"), tensors.get("last_positions"))
     return cache
 
 
-def _store_table(table: BlockTable, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _store_history(history: History, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if isinstance(history, QuantizedTable):
+        return _store_quantized(history, name, tensors)
+    if isinstance(history, BlockTable):
+        return {"raw": _store_table(history, f"{name}.raw", tensors)}
+    raise StateError(f"a {type(history).__name__} has no file format")
+
+
+def _store_quantized(history: QuantizedTable, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    for number, pair in enumerate(history.fits):
+        for kind, fit in zip(("keys", "values"), pair, strict=True):
+            tensors |= {f"{name}.fit.{number}.{kind}.{key}": value.cpu().contiguous() for key, value in fit.items()}
+    queries = history.known_queries()
+    if queries is not None:
+        tensors[f"{name}.queries"] = queries[1].cpu().contiguous()
+    return {
+        "queries": None if queries is None else queries[0],
+        "sinks": _store_table(history.sinks, f"{name}.sinks", tensors),
+        "encoded": _store_table(history.encoded, f"{name}.encoded", tensors),
+        "raw": _store_table(history.raw, f"{name}.raw", tensors),
+        "tokens": history.tokens,
+        "raw_begin": history.raw_begin,
+        "lengths": history.lengths,
+        "fits": len(history.fits),
+        "fit_of_row": history.fit_of_row,
+    }
+
+
+def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str, Tensor]) -> History:
+    rows = len(stored["raw"]["private"])
+    keys, values = (parts[f"raw.{kind}"][None].expand(rows, -1, -1, -1) for kind in (0, 1))
+    if not isinstance(layer, QuantizedLayer):
+        table = BlockTable(BlockPool(keys, values, layer.block_size), rows)
+        _restore_table(table, stored["raw"], "raw", parts)
+        return table
+    layer.lazy_initialization(keys, values)
+    history = layer.table
+    if not isinstance(history, QuantizedTable):
+        raise StateError(f"a quantized layer made a {type(history).__name__}")
+    for part in ("sinks", "encoded", "raw"):
+        _restore_table(getattr(history, part), stored[part], part, parts)
+    fits = [
+        (_named(f"fit.{number}.keys.", parts), _named(f"fit.{number}.values.", parts))
+        for number in range(stored["fits"])
+    ]
+    history.resume(stored["tokens"], stored["raw_begin"], stored["lengths"], fits, stored["fit_of_row"])
+    if "queries" in parts:
+        history.recall_queries(stored["queries"], parts["queries"])
+    return history
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def _store_table(table: ColumnTable, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Put the blocks in use, renumbered in order, into `tensors`; return the table as JSON-able values."""
     used = [block for block, count in enumerate(table.pool.references) if count]
     number = {block: index for index, block in enumerate(used)}
-    keys, values = table.pool.gather(torch.tensor([used], dtype=torch.long, device=table.pool.keys.device))
-    tensors[f"{name}.keys"], tensors[f"{name}.values"] = keys[0].cpu().contiguous(), values[0].cpu().contiguous()
+    for index, (arena, slots) in enumerate(zip(table.pool.arenas, table.pool.slots, strict=True)):
+        kept = arena.unflatten(1, (-1, slots))[:, used].flatten(1, 2)
+        tensors[f"{name}.{index}"] = kept.cpu().contiguous()
     return {
         "tokens": table.tokens,
         "dropped_blocks": table.dropped_blocks,
@@ -115,16 +180,15 @@ def _store_table(table: BlockTable, name: str, tensors: dict[str, Tensor]) -> di
     }
 
 
-def _restore_table(stored: dict[str, Any], keys: Tensor, values: Tensor, block_size: int) -> BlockTable:
-    pool = BlockPool.restore(keys, values, block_size)
-    table = BlockTable(pool, len(stored["private"]))
+def _restore_table(table: ColumnTable, stored: dict[str, Any], name: str, parts: dict[str, Tensor]) -> None:
+    """Fill an empty table of the right kind."""
+    table.pool.adopt([parts[f"{name}.{index}"] for index in range(len(table.pool.arenas))])
     table.tokens, table.dropped_blocks = stored["tokens"], stored["dropped_blocks"]
     table.shared, table.private = stored["shared"], stored["private"]
     for block in [*table.shared, *(block for row in table.private for block in row)]:
-        if not 0 <= block < pool.capacity_blocks:
-            raise StateError(f"block {block} of {pool.capacity_blocks} does not exist")
-        pool.retain(block)
-    return table
+        if not 0 <= block < table.pool.capacity_blocks:
+            raise StateError(f"block {block} of {table.pool.capacity_blocks} does not exist")
+        table.pool.retain(block)
 
 
 def _read(name: str) -> tuple[dict[str, str], dict[str, Tensor]]:

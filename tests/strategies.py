@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from hf_kvcache import KVCache, PagedCache
+from hf_kvcache import KVCache, PagedCache, QuantizedCache
 
 # transformers renamed the argument between 5.20 and 5.24.
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -40,6 +40,12 @@ STRATEGIES = [
         "paged:block_size=4,fused=false",
         lambda config: PagedCache(config, block_size=4, fused=False),
         "bitwise",
+    ),
+    Strategy(
+        "quantized-exact",
+        "quantized:codec=exact,sinks=4,recent=3,block_size=4",
+        lambda config: QuantizedCache(config, codec="exact", sinks=4, recent=3, block_size=4),
+        "rounding",
     ),
 ]
 

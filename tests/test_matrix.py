@@ -47,7 +47,8 @@ def check_cache(cache: KVCache, strategy: Strategy, generation: Generation) -> N
     cache.check_integrity()
     memory = cache.memory()
     assert memory.tokens_seen == generation.tokens_seen
-    parts = (memory.payload_bytes, memory.unused_bytes, memory.table_bytes, memory.other_bytes)
+    kinds = ("payload", "scale", "unused", "table", "other")
+    parts = [getattr(memory, f"{kind}_bytes") for kind in kinds]
     assert memory.total_bytes == sum(parts)
     assert all(part >= 0 for part in parts)
     assert memory.payload_bytes > 0

@@ -275,9 +275,9 @@ def test_prefix_of_one_row_serves_a_batch(strategy: Strategy, architecture: str)
 
 def test_shared_prefix_is_held_once(strategy: Strategy) -> None:
     model, cache = filled(strategy, "llama", prompt(tokens=64))
-    one_row = cache.memory().payload_bytes
+    one_row, config = cache.memory().payload_bytes, model.config
     feed(model, cache, prompt(rows=3, tokens=1, seed=2))
-    per_token = one_row // 64
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     assert cache.memory().payload_bytes == one_row + 3 * per_token
 
 

@@ -1,6 +1,9 @@
 """Paged storage: a pool of fixed-size blocks, and the table that says which rows read which blocks."""
 
+from .arena import ArenaPool
+from .columns import ColumnTable, Gather, Run
+from .history import History, Usage
 from .pool import BlockPool
-from .table import BlockTable, Gather, Run
+from .table import BlockTable
 
-__all__ = ["BlockPool", "BlockTable", "Gather", "Run"]
+__all__ = ["ArenaPool", "BlockPool", "BlockTable", "ColumnTable", "Gather", "History", "Run", "Usage"]

@@ -1,0 +1,48 @@
+"""How blocks of keys and values are encoded: one file a codec. A new codec joins by one line in `CODECS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from .codec import Codec, Fit, Part
+from .exact import Exact
+from .mixed import MixedKeys, RotatedValues
+
+__all__ = ["CODECS", "Codec", "Fit", "Part", "make_codecs"]
+
+
+class CodecPair(NamedTuple):
+    """How a named codec stores keys, and how it stores values, given the bits."""
+
+    keys: Callable[[int], Codec]
+    values: Callable[[int], Codec]
+
+
+CODECS: dict[str, CodecPair] = {
+    "exact": CodecPair(Exact, Exact),
+    "mixed": CodecPair(MixedKeys, RotatedValues),
+}
+"""Every codec a cache can name."""
+
+
+def make_codecs(codec: str, key_bits: int, value_bits: int) -> tuple[Codec, Codec]:
+    """The codec of the keys and the codec of the values.
+
+    Args:
+        codec: A name in `CODECS`, or "auto": for each the best measured at its bits.
+        key_bits: Nominal bits per number of the keys.
+        value_bits: Nominal bits per number of the values.
+
+    Raises:
+        ConfigError: No codec has this name, or it does not know these bits.
+    """
+    if codec != "auto" and codec not in CODECS:
+        raise ConfigError(f"no codec is called {codec!r}; known: auto, {', '.join(CODECS)}")
+    keys, values = (CODECS[_best(bits) if codec == "auto" else codec] for bits in (key_bits, value_bits))
+    return keys.keys(key_bits), values.values(value_bits)
+
+
+def _best(bits: int) -> str:
+    return "mixed" if bits <= 4 else "grid"

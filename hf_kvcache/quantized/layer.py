@@ -1,0 +1,130 @@
+"""The history of one attention layer, encoded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..attention.streaming import attend_streaming
+from ..codecs import Codec
+from ..errors import ConfigError, InputError, StateError
+from ..handle import Handle
+from ..layer import BlockLayer
+from .table import QuantizedTable
+
+
+class QuantizedLayer(BlockLayer):
+    """Keys and values of one full-attention layer, encoded block by block when they leave the recent window.
+
+    The queries of a first chunk attend to its states as they are; each later query to exact sinks, decoded blocks and
+    exact recent tokens.
+
+    Args:
+        codecs: The codec of the keys and that of the values.
+        block_size: Tokens per encoded block.
+        sinks: Tokens at the beginning that stay exact.
+        recent: Tokens at the end that stay exact, at least.
+    """
+
+    def __init__(self, codecs: tuple[Codec, Codec], block_size: int = 64, sinks: int = 4, recent: int = 128) -> None:
+        super().__init__(block_size)
+        for name, tokens in (("sinks", sinks), ("recent", recent)):
+            if tokens < 0:
+                raise ConfigError(f"{name} is a number of tokens, at least 0, got {tokens}")
+        self.codecs = codecs
+        self.sinks = sinks
+        self.recent = recent
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is lost."""
+        return all(codec.exact for codec in self.codecs)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Fix heads, widths, dtype and device from a sample of the states.
+
+        Raises:
+            ConfigError: A codec cannot store states of this width.
+        """
+        self.restore(QuantizedTable(key_states, value_states, self.codecs, self.block_size, self.sinks, self.recent))
+
+    def update(
+        self,
+        key_states: Float[Tensor, "rows key_heads tokens key_width"],
+        value_states: Float[Tensor, "rows value_heads tokens value_width"],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockLayer.update`.
+
+        Raises:
+            InputError: As there, or a number that is not finite, which no codec can store; nothing is stored.
+        """
+        # On a GPU single tokens are not looked at, since that would make it wait at every step.
+        if (key_states.device.type == "cpu" or key_states.shape[-2] > 1) and not key_states.is_meta:
+            total = key_states.sum(dtype=torch.float64) + value_states.sum(dtype=torch.float64)
+            if not math.isfinite(total.item()):
+                for name, states in (("keys", key_states), ("values", value_states)):
+                    _check_finite(name, states, self.get_seq_length())
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def observe(self, query: Float[Tensor, "rows query_heads queries key_width"]) -> None:
+        """Let the codecs know what queries look like; encode a first chunk once its queries are known."""
+        table = self._quantized_table()
+        table.observe(query)
+        if table.tokens == query.shape[2]:
+            table.seal()
+
+    def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
+        """Contiguous copies of the keys and values from position `first_token` on, decoded."""
+        return self._quantized_table().materialize(first_token)
+
+    def attend(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+        first_token: int,
+    ) -> Float[Tensor, "rows query_heads queries value_width"]:
+        """Attention of `query` over the whole history; see `hf_kvcache.attention.streaming`."""
+        if first_token:
+            raise StateError(f"a quantized layer is read from its first token on, not from {first_token}")
+        table = self._quantized_table()
+        keys, values = table.raw_pool.keys, table.raw_pool.values
+        if mask is not None and mask.shape[-1] > 1:
+            mask = table.in_reading_order(mask)
+        return attend_streaming(table.pieces(), (keys.shape[0], values.shape[2]), query, mask, scale)
+
+    def _quantized_table(self) -> QuantizedTable:
+        table = self._table()
+        if not isinstance(table, QuantizedTable):
+            raise StateError(f"a quantized layer cannot read a {type(table).__name__}")
+        return table
+
+    def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Handles on the states themselves: their queries are seen on the way."""
+        keys, values = key_states.contiguous(), value_states.contiguous()
+        return (
+            Handle(self, 0, 0, 1, keys.shape, keys, keys),
+            Handle(self, 1, 0, 1, values.shape, values, values),
+        )
+
+    def _storage(self) -> str:
+        keys, values = self.codecs
+        exact = f"{self.sinks} sinks and {self.recent} recent tokens exact"
+        return f"keys {keys!r}, values {values!r}, blocks of {self.block_size} tokens, {exact}"
+
+
+def _check_finite(name: str, states: Tensor, seen: int) -> None:
+    finite = torch.isfinite(states)
+    if bool(finite.all()):
+        return
+    row, token = (int(index) for index in finite.logical_not().any(3).any(1).nonzero()[0])
+    raise InputError(
+        f"the {name} of token {seen + token}, row {row}, hold NaN or infinity, which no codec can store: "
+        "the model overflowed (float16 does easily; load it in bfloat16 or float32)"
+    )

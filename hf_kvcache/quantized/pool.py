@@ -1,0 +1,115 @@
+"""A pool of encoded blocks, and how attention reads a run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..blocks import ArenaPool
+from ..codecs import Codec, Fit
+
+
+class EncodedPool(ArenaPool):
+    """Stores encoded blocks of `block_size` tokens: one arena for each part of the codecs.
+
+    Args:
+        keys: A sample ``[rows, key_heads, any, key_width]`` that gives heads, width, dtype and device of the keys.
+        values: The same for the values.
+        codecs: The codec of the keys and that of the values.
+        block_size: Tokens per block.
+
+    Raises:
+        ConfigError: A codec cannot store states of this width.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, codecs: tuple[Codec, Codec], block_size: int) -> None:
+        self.codecs = codecs
+        arenas, slots, counts = [], [], []
+        self.scale_bytes = 0
+        """Bytes of one block's scales."""
+        for codec, states in zip(codecs, (keys, values), strict=True):
+            _, heads, _, width = states.shape
+            parts = codec.parts(width, block_size, states.dtype)
+            arenas += [states.new_empty(heads, 0, part.width, dtype=part.dtype) for part in parts]
+            slots += [part.slots for part in parts]
+            counts.append(len(parts))
+            self.scale_bytes += heads * sum(p.slots * p.width * p.dtype.itemsize for p in parts if p.is_scale)
+        super().__init__(block_size, arenas, slots)
+        # The arenas of the keys come first.
+        self.key_parts = counts[0]
+
+    def fill(self, blocks: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Write encoded blocks, part by part ``[heads, blocks, slots, part width]``, keys before values."""
+        index = torch.tensor(blocks, device=self.device)
+        for arena, slots, part in zip(self.arenas, self.slots, parts, strict=True):
+            arena.unflatten(1, (-1, slots)).index_copy_(1, index, part.to(arena.dtype))
+
+    def run(self, first: int, blocks: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of consecutive blocks, keys and values, as views; valid until blocks move."""
+        views = [
+            arena[:, first * slots : (first + blocks) * slots]
+            for arena, slots in zip(self.arenas, self.slots, strict=True)
+        ]
+        return views[: self.key_parts], views[self.key_parts :]
+
+
+class EncodedRun:
+    """Consecutive encoded blocks that were encoded with one fit. Valid until blocks move."""
+
+    def __init__(self, pool: EncodedPool, first: int, blocks: int, fits: tuple[Fit, Fit]) -> None:
+        self.pool = pool
+        self.fits = fits
+        self._key_parts, self._value_parts = pool.run(first, blocks)
+        self._prepared: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+    def prepare(self, query: Tensor) -> tuple[Tensor, ...]:
+        """The queries as the codec of the keys needs them, made once for all chunks of the run."""
+        if self._prepared is None or self._prepared[0] is not query:
+            self._prepared = (query, self.pool.codecs[0].prepare(query, self.fits[0]))
+        return self._prepared[1]
+
+    def chunk(self, first: int, blocks: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of some of its blocks, keys and values, as views."""
+        cuts = [slice(first * slots, (first + blocks) * slots) for slots in self.pool.slots]
+        keys, values = cuts[: self.pool.key_parts], cuts[self.pool.key_parts :]
+        return (
+            [part[:, cut] for part, cut in zip(self._key_parts, keys, strict=True)],
+            [part[:, cut] for part, cut in zip(self._value_parts, values, strict=True)],
+        )
+
+
+class EncodedSource(NamedTuple):
+    """Some blocks of a run, cut to `tokens`, for `attend_streaming`."""
+
+    run: EncodedRun
+    first: int
+    blocks: int
+    tokens: int
+
+    def scores(self, query: Float[Tensor, "heads queries width"]) -> Float[Tensor, "heads queries tokens"]:
+        """See `attention.streaming.Source`."""
+        parts = self.run.chunk(self.first, self.blocks)[0]
+        return self.run.pool.codecs[0].scores(self.run.prepare(query), parts, self.run.fits[0])[..., : self.tokens]
+
+    def weighted_sum(
+        self, weights: Float[Tensor, "heads queries tokens"], dtype: torch.dtype
+    ) -> Float[Tensor, "heads queries width"]:
+        """See `attention.streaming.Source`."""
+        missing = self.blocks * self.run.pool.block_size - self.tokens
+        if missing:
+            weights = torch.nn.functional.pad(weights, (0, missing))
+        parts = self.run.chunk(self.first, self.blocks)[1]
+        return self.run.pool.codecs[1].weighted_sum(weights, parts, self.run.fits[1], dtype)
+
+    def decode(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The keys and values ``[heads, tokens, width]`` themselves."""
+        chunk = self.run.chunk(self.first, self.blocks)
+        keys, values = (
+            codec.decode(parts, fit, dtype)[:, : self.tokens]
+            for codec, parts, fit in zip(self.run.pool.codecs, chunk, self.run.fits, strict=True)
+        )
+        return keys, values

@@ -1,0 +1,445 @@
+"""The history of a quantized layer: exact sinks, encoded blocks, exact recent tokens.
+
+Tokens ``[0, sinks)`` are kept as they are, in a table of their own. Then come encoded blocks, up to a boundary that
+is a function of the length alone; from there on tokens are read as they are. Raw tokens are kept for another `recent`
+tokens behind that boundary, so that a history cut back by up to so much is read exactly as if it had never gone on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..attention import materialize
+from ..attention.streaming import Piece, exact_source
+from ..blocks import BlockPool, BlockTable, ColumnTable, Run, Usage
+from ..codecs import Codec, Fit
+from ..errors import StateError
+from .pool import EncodedPool, EncodedRun, EncodedSource
+
+# Elements of keys decoded at once: 4 MiB of bfloat16. Smaller chunks fit a core's cache, but cost more calls.
+_CHUNK_ELEMENTS = 1 << 21
+
+# Tokens after the sinks that a fit looks at, at most.
+_FIT_TOKENS = 256
+
+# Blocks encoded at once: bounds the memory that takes.
+_ENCODE_BLOCKS = 16
+
+# Tokens per block of the raw parts; small, because a block is kept or released as a whole.
+_RAW_BLOCK_TOKENS = 16
+
+
+class _SeenQueries(NamedTuple):
+    """Mean squares of the queries of one update."""
+
+    end: int
+    """One past the position of the last of them."""
+    queries: int
+    squares: Tensor
+    """``[rows, key_heads, width]``"""
+
+
+class _Chunk(NamedTuple):
+    """Encoded blocks that are decoded together."""
+
+    rows: list[int] | None
+    """The rows that read them; None for all."""
+    begin: int
+    """Place of the first token among the encoded ones."""
+    tokens: int
+    run: tuple[int, int]
+    """First block, and number of blocks, of the run they are part of."""
+    first: int
+    """First of them, counted from the run's."""
+    blocks: int
+
+
+class QuantizedTable:
+    """The histories of some rows of one layer.
+
+    Args:
+        keys: A sample ``[rows, key_heads, any, key_width]`` that gives rows, heads, width, dtype and device.
+        values: The same for the values.
+        codecs: The codec of the keys and that of the values.
+        block_size: Tokens per encoded block.
+        sinks: Tokens at the beginning that stay exact.
+        recent: Tokens at the end that stay exact, at least.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        codecs: tuple[Codec, Codec],
+        block_size: int,
+        sinks: int,
+        recent: int,
+    ) -> None:
+        rows = keys.shape[0]
+        self.codecs = codecs
+        self.block_size = block_size
+        self.sink_tokens = sinks
+        self.recent_tokens = recent
+        self.tokens = 0
+        """Tokens seen."""
+        raw_block = _RAW_BLOCK_TOKENS if block_size % _RAW_BLOCK_TOKENS == 0 else block_size
+        self.sinks = BlockTable(BlockPool(keys, values, max(sinks, 1)), rows, tight=True)
+        self.encoded = ColumnTable(EncodedPool(keys, values, codecs, block_size), rows, tight=True)
+        self.raw = BlockTable(BlockPool(keys, values, raw_block), rows, tight=True)
+        self.raw_begin = sinks
+        """Position of the first token the raw table ever held."""
+        self.lengths: list[int] = []
+        """Tokens of each encoded column: the block size, but less where a history was cut back inside a block."""
+        self.fits: list[tuple[Fit, Fit]] = []
+        self.fit_of_row: list[int] = []
+        self._queries: list[_SeenQueries] = []
+        self._exact_from = sinks
+        self._reading: tuple[tuple[int, int, int], list[_Chunk], int] = ((-1, -1, -1), [], 0)
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.raw.rows
+
+    @property
+    def first_token(self) -> int:
+        """Position of the oldest token held: always 0."""
+        return 0
+
+    @property
+    def encoded_end(self) -> int:
+        """One past the position of the last encoded token."""
+        return self.sink_tokens + sum(self.lengths)
+
+    @property
+    def raw_pool(self) -> BlockPool:
+        """The pool of the tokens that are kept as they are."""
+        return self.raw.pool
+
+    def usage(self) -> Usage:
+        """Bytes held now. Tokens that are encoded and not yet released count twice, as they are held twice."""
+        encoded, pool = self.encoded, self._encoded_pool
+        used = pool.used_blocks
+        scales = used * pool.scale_bytes + sum(_bytes(fit) for pair in self.fits for fit in pair)
+        scales += sum(seen.squares.nbytes for seen in self._queries)
+        codes = used * (pool.block_bytes - pool.scale_bytes)
+        of_encoded = Usage(codes, scales, pool.free_blocks * pool.block_bytes, encoded.table_bytes)
+        parts = (self.sinks.usage(), of_encoded, self.raw.usage())
+        return Usage(*(sum(kind) for kind in zip(*parts, strict=True)))
+
+    @property
+    def _encoded_pool(self) -> EncodedPool:
+        pool = self.encoded.pool
+        if not isinstance(pool, EncodedPool):
+            raise StateError(f"the encoded table owns a {type(pool).__name__}")
+        return pool
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def append(
+        self,
+        keys: Float[Tensor, "rows key_heads tokens key_width"],
+        values: Float[Tensor, "rows value_heads tokens value_width"],
+    ) -> None:
+        """Write the states of new tokens. What has left the recent window since the last call is encoded first."""
+        self.seal()
+        to_sinks = min(max(self.sink_tokens - self.tokens, 0), keys.shape[2])
+        if to_sinks:
+            self.sinks.append(keys[:, :, :to_sinks], values[:, :, :to_sinks])
+        if to_sinks < keys.shape[2]:
+            self.raw.append(keys[:, :, to_sinks:], values[:, :, to_sinks:])
+        self.tokens += keys.shape[2]
+
+    def seal(self) -> None:
+        """Encode the blocks that have left the recent window and release the raw ones no step back can need."""
+        self._exact_from = self._boundary(self.tokens)
+        count = (self._exact_from - self.encoded_end) // self.block_size
+        if count > 0:
+            if not self.fits:
+                self._fit(self._exact_from)
+            self._encode(count)
+        self.raw.drop_before(max(self._boundary(self.tokens - self.recent_tokens) - self.raw_begin, 0))
+
+    def _boundary(self, tokens: int) -> int:
+        """Where exact reading begins for a query after `tokens` tokens: a function of the length alone."""
+        whole = (tokens - self.recent_tokens - self.raw_begin) // self.block_size
+        return self.raw_begin + max(whole, 0) * self.block_size
+
+    def observe(self, query: Float[Tensor, "rows query_heads queries width"]) -> None:
+        """Take note of the queries of the newest tokens, if they are among the first of the history."""
+        begin = max(self.tokens - query.shape[2], self.sink_tokens)
+        end = min(self.tokens, self.sink_tokens + _FIT_TOKENS)
+        # Only updates that begin in the first block, so that what a fit knows does not depend on when it is made.
+        if self.fits or not self.codecs[0].wants_queries or begin >= self.sink_tokens + self.block_size or end <= begin:
+            return
+        first = query.shape[2] - (self.tokens - begin)
+        heads = self.raw.pool.keys.shape[0]
+        part = query[:, :, first : first + end - begin].detach()
+        squares = part.to(torch.promote_types(part.dtype, torch.float32)).square().mean(2)
+        self._queries.append(_SeenQueries(end, end - begin, squares.unflatten(1, (heads, -1)).mean(2)))
+
+    def known_queries(self) -> tuple[tuple[int, int], Tensor] | None:
+        """What `observe` saw: ((end of the last tokens, number of queries), mean squares), for `recall_queries`."""
+        self._merge_queries()
+        if not self._queries:
+            return None
+        seen = self._queries[0]
+        return (seen.end, seen.queries), seen.squares
+
+    def recall_queries(self, seen: Sequence[int], squares: Float[Tensor, "rows key_heads width"]) -> None:
+        """Take over what another table of the same history saw."""
+        self._queries = [_SeenQueries(seen[0], seen[1], squares)]
+
+    def resume(
+        self,
+        tokens: int,
+        raw_begin: int,
+        lengths: list[int],
+        fits: Sequence[tuple[Fit, Fit]],
+        fit_of_row: list[int],
+    ) -> None:
+        """Go on with a history whose blocks have been put into the three tables."""
+        self.tokens, self.raw_begin, self.lengths = tokens, raw_begin, lengths
+        self.fits, self.fit_of_row = list(fits), fit_of_row
+        self._exact_from = self._boundary(tokens)
+
+    def _fit(self, end: int) -> None:
+        """Let the codecs look at the first tokens behind the sinks, once per distinct text in the batch."""
+        begin = self.raw_begin
+        end = min(end, begin + max(_FIT_TOKENS // self.block_size, 1) * self.block_size)
+        columns = (end - begin) // self.raw.pool.block_size
+        self._merge_queries()
+        texts: dict[tuple[int, ...], int] = {}
+        for row, own in enumerate(self.raw.private):
+            text = tuple([*self.raw.shared, *own][:columns])
+            if text not in texts:
+                texts[text] = len(self.fits)
+                self.fits.append(self._fit_row(row, text))
+            self.fit_of_row.append(texts[text])
+
+    def _merge_queries(self) -> None:
+        if len(self._queries) > 1:
+            count = sum(seen.queries for seen in self._queries)
+            squares = torch.stack([seen.squares * seen.queries for seen in self._queries]).sum(0) / count
+            self._queries = [_SeenQueries(self._queries[-1].end, count, squares)]
+
+    def _fit_row(self, row: int, blocks: Sequence[int]) -> tuple[Fit, Fit]:
+        keys, values = self.raw.pool.gather(torch.tensor([list(blocks)], device=self.raw.pool.device))
+        squares = self._queries[0].squares[row] if self._queries else None
+        fits = [
+            codec.fit(_precise(states[0]), known)
+            for codec, states, known in zip(self.codecs, (keys, values), (squares, None), strict=True)
+        ]
+        return fits[0], fits[1]
+
+    def _encode(self, count: int) -> None:
+        """Encode the next `count` columns, each distinct block once."""
+        per_block = self.block_size // self.raw.pool.block_size
+        first = (self.encoded_end - self.raw_begin) // self.raw.pool.block_size - self.raw.dropped_blocks
+        sources: list[dict[int, tuple[int, ...]]] = []
+        owners: list[list[int]] = []
+        known: dict[tuple[int, ...], int] = {}
+        for row, own in enumerate(self.raw.private):
+            blocks = [*self.raw.shared, *own]
+            owners.append([])
+            sources.append({})
+            for column in range(count):
+                begin = first + column * per_block
+                source = tuple(blocks[begin : begin + per_block])
+                owner = known.setdefault((self.fit_of_row[row], *source), row)
+                owners[row].append(owner)
+                if owner == row:
+                    sources[row][column] = source
+        fresh = self.encoded.append_columns(owners)
+        self.lengths += [self.block_size] * count
+        for row, taken in enumerate(fresh):
+            columns = list(taken)
+            for at in range(0, len(columns), _ENCODE_BLOCKS):
+                some = columns[at : at + _ENCODE_BLOCKS]
+                index = torch.tensor([sources[row][column] for column in some], device=self.raw.pool.device)
+                parts: list[Tensor] = []
+                fits = self.fits[self.fit_of_row[row]]
+                for codec, states, fit in zip(self.codecs, self.raw.pool.gather(index), fits, strict=True):
+                    parts += codec.encode(_precise(states.transpose(0, 1)), fit)
+                self._encoded_pool.fill([taken[column] for column in some], parts)
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    def pieces(self) -> list[Piece]:
+        """The history in reading order: encoded runs, in chunks of a fixed number of elements, then what is exact.
+
+        See `in_reading_order` for the places of the tokens.
+        """
+        chunks, end = self._plan()
+        pieces = []
+        runs: dict[tuple[int, int], EncodedRun] = {}
+        for rows, begin, tokens, run, first, blocks in chunks:
+            if run not in runs:
+                runs[run] = EncodedRun(self._encoded_pool, *run, self.fits[self.fit_of_row[rows[0] if rows else 0]])
+            pieces.append(Piece(rows, begin, begin + tokens, EncodedSource(runs[run], first, blocks, tokens)))
+        keys, values = self._exact()
+        if keys.shape[2]:
+            pieces.append(Piece(None, end, end + keys.shape[2], exact_source(keys, values)))
+        return pieces
+
+    def in_reading_order(self, columns: Tensor) -> Tensor:
+        """`columns`, one per token along the last axis (a mask), in the order in which `pieces` has the tokens."""
+        sinks, end = min(self.tokens, self.sink_tokens), self._plan()[1]
+        if not sinks or not end:
+            return columns
+        return torch.cat([columns[..., sinks : sinks + end], columns[..., :sinks], columns[..., sinks + end :]], dim=-1)
+
+    def _plan(self) -> tuple[list[_Chunk], int]:
+        """The chunks of encoded tokens to read, and how many tokens that is."""
+        state = (self.encoded.version, self._exact_from, len(self.lengths))
+        if self._reading[0] != state:
+            self._reading = (state, *self._build_plan())
+        return self._reading[1], self._reading[2]
+
+    def _build_plan(self) -> tuple[list[_Chunk], int]:
+        starts = list(accumulate(self.lengths, initial=0))
+        readable = sum(1 for end in starts[1:] if self.sink_tokens + end <= self._exact_from)
+        keys = self.raw.pool.keys
+        most = max(1, _CHUNK_ELEMENTS // (keys.shape[0] * keys.shape[2] * self.block_size))
+        chunks = []
+        for rows, column, block, blocks in self._encoded_runs(readable):
+            lengths = self.lengths[column : column + blocks]
+            for first, count in _chunks(lengths, most, self.block_size):
+                begin = starts[column + first]
+                tokens = starts[column + first + count] - begin
+                chunks.append(_Chunk(rows, begin, tokens, (block, blocks), first, count))
+        return chunks, starts[readable]
+
+    def _encoded_runs(self, columns: int) -> Iterator[tuple[list[int] | None, int, int, int]]:
+        """(rows, first column, first block, blocks) of the first `columns` encoded columns."""
+        for segment in self.encoded.segments():
+            blocks = min(segment.blocks, columns - segment.column)
+            if blocks <= 0:
+                continue
+            if isinstance(segment, Run):
+                rows = None if len(segment.rows) == self.rows else segment.rows
+                yield rows, segment.column, segment.block, blocks
+            else:
+                for row, numbers in enumerate(segment.slots.tolist()):
+                    for step, block in enumerate(numbers[:blocks]):
+                        yield [row], segment.column + step, block, 1
+
+    def _exact(self) -> tuple[Tensor, Tensor]:
+        """Copies ``[rows, heads, tokens, width]`` of the sinks and of the tokens that are read as they are."""
+        parts = []
+        if self.sinks.tokens:
+            parts.append(materialize(self.sinks, 0))
+        if self.tokens > self._exact_from:
+            parts.append(materialize(self.raw, self._exact_from - self.raw_begin))
+        if not parts:
+            return materialize(self.raw, self.raw.tokens)
+        keys, values = zip(*parts, strict=True)
+        return (keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
+
+    def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
+        """Contiguous ``[rows, heads, tokens, width]`` copies of what is read from `first_token` on."""
+        exact = self._exact()
+        sinks, end = min(self.tokens, self.sink_tokens), self._plan()[1]
+        copies = []
+        for states in exact:
+            copy = states.new_empty(*states.shape[:2], self.tokens, states.shape[3])
+            copy[:, :, :sinks], copy[:, :, sinks + end :] = states[:, :, :sinks], states[:, :, sinks:]
+            copies.append(copy)
+        for piece in self.pieces():
+            if isinstance(piece.source, EncodedSource):
+                rows = slice(None) if piece.rows is None else piece.rows
+                for copy, states in zip(copies, piece.source.decode(copies[0].dtype), strict=True):
+                    copy[rows, :, sinks + piece.begin : sinks + piece.end] = states
+        return copies[0][:, :, first_token:].contiguous(), copies[1][:, :, first_token:].contiguous()
+
+    # ------------------------------------------------------------------------------------------------- changing
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row i a copy of old row ``indices[i]``; nothing is encoded again."""
+        for table in (self.sinks, self.encoded, self.raw):
+            table.select(indices)
+        self.fit_of_row = [self.fit_of_row[index] for index in indices] if self.fits else []
+        kept = torch.tensor(list(indices), device=self.raw.pool.device)
+        self._queries = [seen._replace(squares=seen.squares[kept]) for seen in self._queries]
+
+    def truncate(self, tokens: int) -> None:
+        """Forget everything after the first `tokens` tokens; nothing is encoded again."""
+        if not 0 <= tokens <= self.tokens:
+            raise StateError(f"cannot truncate to {tokens} tokens: 0 to {self.tokens} are held")
+        raw_first = self.raw_begin + self.raw.first_token
+        # Where the raw tokens are still at hand, the shorter history is what it was before it went on. Where they are
+        # not, encoded blocks are all there is, the last of them shortened.
+        last = self._boundary(tokens) if tokens >= raw_first else tokens
+        kept, end = 0, self.sink_tokens
+        while kept < len(self.lengths) and end < last:
+            end += self.lengths[kept]
+            kept += 1
+        self.encoded.truncate(kept * self.block_size)
+        del self.lengths[kept:]
+        if tokens < self.sink_tokens:
+            self.sinks.truncate(tokens)
+        if tokens >= raw_first:
+            self.raw.truncate(tokens - self.raw_begin)
+        else:
+            if self.lengths:
+                self.lengths[-1] -= end - tokens
+            self.raw = BlockTable(BlockPool(*self._samples(), self.raw.pool.block_size), self.rows, tight=True)
+            self.raw_begin = max(tokens, self.sink_tokens)
+        if not self.lengths:
+            self.fits, self.fit_of_row = [], []
+        self._queries = [seen for seen in self._queries if seen.end <= tokens]
+        self.tokens = tokens
+        self._exact_from = self._boundary(tokens)
+
+    def skip(self, blocks: int) -> None:
+        """Nothing: every token of a full-attention layer is seen by later queries."""
+        if blocks:
+            raise StateError("a quantized history cannot begin behind its first token")
+
+    def drop_before(self, token: int) -> None:
+        """Nothing, for the same reason."""
+        if token:
+            raise StateError("a quantized history cannot drop tokens")
+
+    def _samples(self) -> tuple[Tensor, Tensor]:
+        return self.raw.pool.keys[None], self.raw.pool.values[None]
+
+    def check_integrity(self) -> None:
+        """Raise StateError unless tables, lengths and fits agree."""
+        for table in (self.sinks, self.encoded, self.raw):
+            table.check_integrity()
+        if self.sinks.tokens != min(self.tokens, self.sink_tokens):
+            raise StateError(f"{self.sinks.tokens} sinks are held of {self.tokens} tokens")
+        if self.encoded.columns != len(self.lengths) or any(not 0 < n <= self.block_size for n in self.lengths):
+            raise StateError(f"{self.encoded.columns} encoded columns have the lengths {self.lengths}")
+        if self.tokens > self.sink_tokens and self.raw_begin + self.raw.tokens != self.tokens:
+            raise StateError(f"the raw tokens end at {self.raw_begin + self.raw.tokens}, the history at {self.tokens}")
+        if self.raw_begin + self.raw.first_token > self.encoded_end:
+            raise StateError(f"tokens {self.encoded_end} to {self.raw_begin + self.raw.first_token} are lost")
+        if self.lengths and (len(self.fit_of_row) != self.rows or max(self.fit_of_row) >= len(self.fits)):
+            raise StateError(f"{self.rows} rows have the fits {self.fit_of_row} of {len(self.fits)}")
+
+
+def _chunks(lengths: Sequence[int], most: int, block_size: int) -> Iterator[tuple[int, int]]:
+    """(first, count) of ranges of at most `most` blocks in which only the last one may be shortened."""
+    begin = 0
+    for index, tokens in enumerate(lengths):
+        if tokens < block_size or index + 1 - begin == most or index + 1 == len(lengths):
+            yield begin, index + 1 - begin
+            begin = index + 1
+
+
+def _bytes(fit: Fit) -> int:
+    return sum(tensor.nbytes for tensor in fit.values())
+
+
+def _precise(states: Tensor) -> Tensor:
+    return states.to(torch.promote_types(states.dtype, torch.float32))
