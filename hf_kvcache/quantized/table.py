@@ -209,7 +209,7 @@ class QuantizedTable:
         """Go on with a history whose blocks have been put into the three tables."""
         self.tokens, self.raw_begin, self.lengths = tokens, raw_begin, lengths
         self.fits, self.fit_of_row = list(fits), fit_of_row
-        self._exact_from = self._boundary(tokens)
+        self._exact_from = min(self._boundary(tokens), self.encoded_end)
 
     def _fit(self, end: int) -> None:
         """Let the codecs look at the first tokens behind the sinks, once per distinct text in the batch."""
@@ -397,7 +397,7 @@ class QuantizedTable:
             self.fits, self.fit_of_row = [], []
         self._queries = [seen for seen in self._queries if seen.end <= tokens]
         self.tokens = tokens
-        self._exact_from = self._boundary(tokens)
+        self._exact_from = min(self._boundary(tokens), self.encoded_end)
 
     def skip(self, blocks: int) -> None:
         """Nothing: every token of a full-attention layer is seen by later queries."""
