@@ -120,6 +120,11 @@ class QuantizedTable:
         return self.sink_tokens + sum(self.lengths)
 
     @property
+    def raw_first(self) -> int:
+        """Position of the first token that is held as it came, sinks aside."""
+        return self.raw_begin + self.raw.first_token
+
+    @property
     def raw_pool(self) -> BlockPool:
         """The pool of the tokens that are kept as they are."""
         return self.raw.pool
@@ -160,7 +165,7 @@ class QuantizedTable:
 
     def seal(self) -> None:
         """Encode the blocks that have left the recent window and release the raw ones no step back can need."""
-        self._exact_from = self._boundary(self.tokens)
+        self._exact_from = max(self._boundary(self.tokens), self.raw_first)
         count = (self._exact_from - self.encoded_end) // self.block_size
         if count > 0:
             if not self.fits:
@@ -209,7 +214,7 @@ class QuantizedTable:
         """Go on with a history whose blocks have been put into the three tables."""
         self.tokens, self.raw_begin, self.lengths = tokens, raw_begin, lengths
         self.fits, self.fit_of_row = list(fits), fit_of_row
-        self._exact_from = min(self._boundary(tokens), self.encoded_end)
+        self._exact_from = max(min(self._boundary(tokens), self.encoded_end), self.raw_first)
 
     def _fit(self, end: int) -> None:
         """Let the codecs look at the first tokens behind the sinks, once per distinct text in the batch."""
@@ -374,10 +379,10 @@ class QuantizedTable:
         """Forget everything after the first `tokens` tokens; nothing is encoded again."""
         if not 0 <= tokens <= self.tokens:
             raise StateError(f"cannot truncate to {tokens} tokens: 0 to {self.tokens} are held")
-        raw_first = self.raw_begin + self.raw.first_token
+        raw_first = self.raw_first
         # Where the raw tokens are still at hand, the shorter history is what it was before it went on. Where they are
         # not, encoded blocks are all there is, the last of them shortened.
-        last = self._boundary(tokens) if tokens >= raw_first else tokens
+        last = max(self._boundary(tokens), raw_first) if tokens >= raw_first else tokens
         kept, end = 0, self.sink_tokens
         while kept < len(self.lengths) and end < last:
             end += self.lengths[kept]
@@ -397,7 +402,7 @@ class QuantizedTable:
             self.fits, self.fit_of_row = [], []
         self._queries = [seen for seen in self._queries if seen.end <= tokens]
         self.tokens = tokens
-        self._exact_from = min(self._boundary(tokens), self.encoded_end)
+        self._exact_from = max(min(self._boundary(tokens), self.encoded_end), self.raw_first)
 
     def skip(self, blocks: int) -> None:
         """Nothing: every token of a full-attention layer is seen by later queries."""
@@ -422,8 +427,10 @@ class QuantizedTable:
             raise StateError(f"{self.encoded.columns} encoded columns have the lengths {self.lengths}")
         if self.tokens > self.sink_tokens and self.raw_begin + self.raw.tokens != self.tokens:
             raise StateError(f"the raw tokens end at {self.raw_begin + self.raw.tokens}, the history at {self.tokens}")
-        if self.raw_begin + self.raw.first_token > self.encoded_end:
-            raise StateError(f"tokens {self.encoded_end} to {self.raw_begin + self.raw.first_token} are lost")
+        if not self.raw_first <= self._exact_from <= max(self.encoded_end, self.raw_first):
+            raise StateError(f"exact reading begins at {self._exact_from}, raw tokens at {self.raw_first}")
+        if self.raw_first > self.encoded_end:
+            raise StateError(f"tokens {self.encoded_end} to {self.raw_first} are lost")
         if self.lengths and (len(self.fit_of_row) != self.rows or max(self.fit_of_row) >= len(self.fits)):
             raise StateError(f"{self.rows} rows have the fits {self.fit_of_row} of {len(self.fits)}")
 
