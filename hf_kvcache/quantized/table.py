@@ -265,6 +265,8 @@ class QuantizedTable:
                     sources[row][column] = source
         fresh = self.encoded.append_columns(owners)
         self.lengths += [self.block_size] * count
+        if self.raw.pool.device.type == "meta":  # bytes are planned, and there is nothing to encode
+            return
         for row, taken in enumerate(fresh):
             columns = list(taken)
             for at in range(0, len(columns), _ENCODE_BLOCKS):
