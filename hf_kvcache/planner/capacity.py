@@ -76,7 +76,7 @@ class Planned(NamedTuple):
             sum(group.total_bytes for group in before),
             activation_bytes(self.shape, tokens, rows, self.ranks),
             rows * self.shape.decoder.vocab_size * (self.shape.dtype.itemsize + 4),
-            max((group.tensor_bytes for group in groups), default=0),
+            max((group.growing_bytes for group in groups), default=0),
         )
 
 

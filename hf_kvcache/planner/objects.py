@@ -30,8 +30,8 @@ class LayerGroup(NamedTuple):
     """Bytes of one of them."""
     read_bytes: int
     """The same without unused room and tables: what a decode step reads. A window in blocks holds up to one more."""
-    tensor_bytes: int
-    """Bytes of its larger tensor of the two that hold keys and values; 0 if it has none."""
+    growing_bytes: int
+    """Bytes of its larger tensor of the two that hold keys and values; 0 if it has none, or none that grows."""
 
     @property
     def total_bytes(self) -> int:
@@ -70,7 +70,9 @@ def cache_groups(
         layer = cache.layers[indices[0]]
         _feed(layer, states, tokens, new_tokens, rows, spec)
         held, read = _held_bytes(cache, layer)
-        groups.append(LayerGroup(kind, len(indices), held, read, _larger(states, held)))
+        # A layer that can be compiled has all of its memory from the beginning.
+        growing = 0 if layer.is_compileable else _larger(states, held)
+        groups.append(LayerGroup(kind, len(indices), held, read, growing))
     if shape.cross_layers and encoder_tokens:
         cross = DynamicCache()
         states = shape.cross_layers[0]

@@ -62,7 +62,7 @@ def _memory(plan: Plan) -> Figure:
     axes.set(xlabel="context, tokens", ylabel="GiB on one GPU", title=f"{plan.model}, batch {plan.rows}: memory")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower left", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
 

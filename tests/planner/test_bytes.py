@@ -89,6 +89,7 @@ def test_static_cache_holds_its_capacity():
     shape = observe_model(decoder_config(tiny_model("llama")))
     tokens = 40
     # Keys and values, and the 8-byte length that every layer keeps.
+    assert cache_groups(shape, "static", tokens)[0].growing_bytes == 0
     assert cache_bytes(shape, "static", tokens) == visible_bytes(shape.config, shape.dtype, tokens) + 3 * 8
 
 
