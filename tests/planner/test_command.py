@@ -10,7 +10,7 @@ from architectures import tiny_model
 from strategies import decoder_config
 from typer.testing import CliRunner
 
-from hf_kvcache import ConfigError, InputError, SpecError
+from hf_kvcache import ConfigError, InputError, PagedCache, SpecError
 from hf_kvcache.cli import app
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.planner import cache_groups, find_gpu, load_plan_config, make_plan
@@ -20,6 +20,7 @@ from hf_kvcache.planner.measure import measure_decode, memory_bandwidth
 from hf_kvcache.planner.shapes import observe_model
 from hf_kvcache.planner.units import parse_bytes
 from hf_kvcache.planner.weights import shard, weight_bytes
+from hf_kvcache.spec import STRATEGIES
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 
@@ -53,6 +54,37 @@ def test_json(tmp_path):
     assert cache["step"]["cache_bytes"] == 2 * 100 * 3 * 2 * 32 * 2
     assert [choice["fits"] for choice in record["advice"]] == [True, True, True]
     assert record["advice"][0]["exactness"] == "bitwise"
+
+
+def test_json_has_no_infinity():
+    """With a window in every layer attention never catches up with the matrices."""
+    result = invoke("mistral-7b-v0.1", "--json", "--cache", "dynamic", "--context", 10_000)
+    record = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert record["compute"]["crossing_tokens"] is None
+    assert record["caches"][0]["outweighs_tokens"] is None
+    assert "never half of it" in invoke("mistral-7b-v0.1", "--cache", "dynamic").output
+
+
+class HalfCache(PagedCache):
+    def memory(self):
+        memory = super().memory()
+        return memory._replace(payload_bytes=memory.payload_bytes // 2)
+
+
+class WindowCache(PagedCache):
+    def __init__(self, config, window: int):
+        super().__init__(config, block_size=window)
+
+
+def test_a_new_strategy_joins(monkeypatch):
+    """What it says of its own memory is what is planned; one that needs options is planned when it gets them."""
+    monkeypatch.setitem(STRATEGIES, "half", HalfCache)
+    monkeypatch.setitem(STRATEGIES, "window", WindowCache)
+    plan = make_plan("smollm2-135m", tokens=640, specs=("paged", "half", "window:window=8"))
+    paged, half, _ = plan.caches
+    assert (paged.token_bytes, half.token_bytes) == (23_040, 11_520)
+    assert half.step.cache_bytes == paged.step.cache_bytes / 2
+    assert [choice.spec for choice in plan.advice if not choice.spec.endswith("=false")] == ["dynamic", "half", "paged"]
 
 
 def test_a_folder_is_its_config(tmp_path):
