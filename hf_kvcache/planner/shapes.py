@@ -59,7 +59,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     kind: str
     """``matrix`` (multiplies every token), ``expert`` (a stack of matrices, of which a token meets a few),
-    ``embedding`` (looked up only) or ``vector`` (norms and biases)."""
+    ``embedding`` (looked up only), ``vector`` (norms and biases) or ``encoder`` (what no step of a decoder meets)."""
 
     @property
     def numbers(self) -> int:
@@ -124,7 +124,9 @@ def _parameters(model: PreTrainedModel) -> tuple[Parameter, ...]:
     parameters = []
     for name, parameter in model.named_parameters():
         kind = "matrix"
-        if parameter.ndim < 2 or name.endswith("bias"):
+        if ".encoder." in f".{name}":
+            kind = "encoder"
+        elif parameter.ndim < 2 or name.endswith("bias"):
             kind = "vector"
         elif id(parameter) in looked_up:
             kind = "embedding"

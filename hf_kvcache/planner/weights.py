@@ -45,7 +45,7 @@ def weight_bytes(shape: ModelShape, weights_dtype: str = "bfloat16", ranks: int 
     """Bytes of the weights that one of `ranks` ranks holds.
 
     What transformers' own plan for the model names is split evenly; everything else is whole on every rank. Below 16
-    bits only matrices and experts are quantized; embeddings, norms and biases stay at 16.
+    bits only matrices (also of an encoder) and experts are quantized; embeddings, norms and biases stay at 16.
 
     Raises:
         InputError: An unknown dtype.
@@ -68,9 +68,9 @@ def _bits(shape: ModelShape, weights_dtype: str, ranks: int) -> dict[str, float]
     positive(ranks, "a number of ranks")
     plan: dict[str, Any] = (getattr(shape.decoder, "base_model_tp_plan", None) or {}) if ranks > 1 else {}
     matrix_bits = weight_bits(weights_dtype)
-    bits = dict.fromkeys(("matrix", "expert", "embedding", "vector"), 0.0)
+    bits = dict.fromkeys(("matrix", "expert", "embedding", "vector", "encoder"), 0.0)
     for parameter in shape.parameters:
-        size = matrix_bits if parameter.kind in ("matrix", "expert") else max(16, matrix_bits)
+        size = matrix_bits if parameter.kind in ("matrix", "expert", "encoder") else max(16, matrix_bits)
         module = parameter.name.removeprefix("model.").removesuffix(".weight")
         split = any(fnmatch(module, pattern) for pattern, how in plan.items() if "replicated" not in how)
         bits[parameter.kind] += parameter.numbers * size / (ranks if split else 1)

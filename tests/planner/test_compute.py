@@ -90,6 +90,14 @@ def test_each_row_visits_experts_of_its_own():
     assert many - one == pytest.approx(experts / 2)
 
 
+def test_a_decoder_step_meets_no_encoder():
+    shape = observe_model(tiny_model("bart").config)
+    encoder = {parameter.name for parameter in shape.parameters if parameter.kind == "encoder"}
+    assert encoder == {parameter.name for parameter in shape.parameters if parameter.name.startswith("model.encoder.")}
+    read = parameter_count(shape) - parameter_count(shape, "encoder", "embedding")
+    assert decode_step(Planned(shape, "dynamic"), 9).weight_bytes == 2 * read
+
+
 @pytest.mark.parametrize("edge", [0, 1, 2, 7, 63, 64, 65, 900, 1023, 1024])
 @pytest.mark.parametrize("step", [1, 64])
 def test_largest(edge, step):
