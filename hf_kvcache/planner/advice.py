@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import NamedTuple
 
+from tqdm import tqdm
+
 from ..errors import ConfigError
 from ..spec import STRATEGIES, build_cache
 from .capacity import USABLE_SHARE, Need, Planned
@@ -51,7 +53,7 @@ def advise(
 ) -> list[Choice]:
     """Every cache that can be planned for this model: those that fit first, and of those the most exact."""
     choices = []
-    for spec in candidates():
+    for spec in tqdm(candidates(), desc="which caches fit", leave=False, disable=None):
         try:
             need = Planned(shape, spec, weights_dtype, ranks).need(tokens, rows)
             kind = "bitwise" if spec == "dynamic" else build_cache(shape.decoder, spec).exactness.kind
