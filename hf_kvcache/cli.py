@@ -21,7 +21,7 @@ EXTRA = ("accelerate", "datasets", "gguf", "matplotlib", "psutil", "rich", "tqdm
 
 app = typer.Typer(
     name="hf-kvcache",
-    help="Caches for Hugging Face Transformers: see one at work, prove it, measure it.",
+    help="Caches for Hugging Face Transformers: plan one, see it at work, prove it, measure it.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -75,7 +75,11 @@ add(
     "Say whether caches are exact, and how far they are if not.",
 )
 add("bench", "hf_kvcache.bench.command:bench_command", "Time caches on your model, and measure the bytes they hold.")
-# hf-kvcache plan: add("plan", "hf_kvcache.planner.command:plan_command", "...") belongs here.
+add(
+    "plan",
+    "hf_kvcache.planner.command:plan_command",
+    "Say what a model and its cache need, and what fits, before it is loaded.",
+)
 
 if __name__ == "__main__":
     sys.exit(app())

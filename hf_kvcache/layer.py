@@ -318,11 +318,12 @@ class BlockLayer(CacheLayerMixin):
 
 def layer_tensors(layer: object) -> Iterator[Tensor]:
     """The tensors that one of transformers' own cache layers holds, each storage once."""
-    storages = set()
+    # Storages are told apart by identity, which holds as long as they are kept: meta tensors have no address.
+    storages: set[torch.UntypedStorage] = set()
     for attribute in vars(layer).values():
         for tensor in attribute.values() if isinstance(attribute, dict) else (attribute,):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in storages:
-                storages.add(tensor.untyped_storage().data_ptr())
+            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in storages:
+                storages.add(tensor.untyped_storage())
                 yield tensor
 
 
