@@ -52,7 +52,7 @@ def test_json(tmp_path):
     assert (cache["token_bytes"], cache["fixed_bytes"]) == (3 * 2 * 32 * 2, 0)
     assert cache["need"]["peak_bytes"] > cache["need"]["ideal_bytes"]
     assert cache["step"]["cache_bytes"] == 2 * 100 * 3 * 2 * 32 * 2
-    assert [choice["fits"] for choice in record["advice"]] == [True, True, True]
+    assert [choice["fits"] for choice in record["advice"]] == [True] * len(record["advice"])
     assert record["advice"][0]["exactness"] == "bitwise"
 
 
@@ -84,7 +84,8 @@ def test_a_new_strategy_joins(monkeypatch):
     paged, half, _ = plan.caches
     assert (paged.token_bytes, half.token_bytes) == (23_040, 11_520)
     assert half.step.cache_bytes == paged.step.cache_bytes / 2
-    assert [choice.spec for choice in plan.advice if not choice.spec.endswith("=false")] == ["dynamic", "half", "paged"]
+    advised = [choice.spec for choice in plan.advice if ":" not in choice.spec]
+    assert advised == ["dynamic", "half", "paged", "quantized"]  # the most exact first
 
 
 def test_a_folder_is_its_config(tmp_path):
