@@ -8,7 +8,9 @@ from typing import NamedTuple
 from ..errors import ConfigError
 from .codec import Codec, Fit, Part
 from .exact import Exact
-from .mixed import MixedKeys, RotatedValues
+from .grid import GridKeys, GridValues
+from .lloyd import LloydKeys, LloydValues
+from .mixed import MixedKeys
 
 __all__ = ["CODECS", "Codec", "Fit", "Part", "make_codecs"]
 
@@ -22,7 +24,9 @@ class CodecPair(NamedTuple):
 
 CODECS: dict[str, CodecPair] = {
     "exact": CodecPair(Exact, Exact),
-    "mixed": CodecPair(MixedKeys, RotatedValues),
+    "mixed": CodecPair(MixedKeys, LloydValues),
+    "grid": CodecPair(GridKeys, GridValues),
+    "lloyd": CodecPair(LloydKeys, LloydValues),
 }
 """Every codec a cache can name."""
 
