@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from jaxtyping import Int, Int32, Shaped
+from jaxtyping import Int, Int32, Integer, Shaped
 from torch import Tensor
 
 # A signed 16-bit plane holds numbers up to 65,535 less this.
@@ -85,7 +85,7 @@ def _byte_table(width: int, shift: int, offset: int, device: torch.device) -> Te
     return stored.view(_WORD_OF_NUMBERS[8 // width]).flatten().to(device)
 
 
-def take(table: Shaped[Tensor, " entries"], index: Int[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+def take(table: Shaped[Tensor, " entries"], index: Integer[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """The entries of a table at an index.
 
     On a CPU a gather over several rows is the one look-up of torch that uses all cores and checks an index only once:
