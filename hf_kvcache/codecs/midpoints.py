@@ -13,8 +13,8 @@ from .codec import Part
 from .packing import plane_bits, plane_shapes, unpack
 
 # The step that codes a standard normal number with the least mean squared error (Max, IRE Transactions on Information
-# Theory 6, 1960).
-_NORMAL_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569, 8: 0.0308}
+# Theory 6, 1960). With more bits than these nothing is gained by cutting off what is far out.
+_NORMAL_STEP = {2: 0.9957, 3: 0.5860, 4: 0.3352}
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _SMALLEST_HALF = 2.0**-24
 
@@ -31,16 +31,18 @@ def code_parts(name: str, width: int, block_size: int, bits: int) -> list[Part]:
 
 
 def best_step(states: Float[Tensor, "*groups width"], bits: int) -> Float16[Tensor, "*groups"]:
-    """The step of each group for a grid around zero.
+    """The step of each group for a grid around zero: from 5 bits on the one that just reaches the largest number.
 
-    It starts as the best one for a normal distribution, or as the one that just reaches the largest number where that
-    is smaller, and is replaced by the one that fits the chosen points best (least squares).
+    With fewer bits it is the best one for a normal distribution where that is smaller, and then replaced by the one
+    that fits the chosen points best (least squares).
     """
     half = _half(bits)
-    largest, deviation = states.abs().amax(-1) / half, states.square().mean(-1).sqrt() * _NORMAL_STEP[bits]
-    step = torch.minimum(largest, deviation).clamp_min_(1e-30)[..., None]
-    points = (states / step).add_(half).round_().clamp_(0, 2 * half).sub_(half)
-    return to_half(torch.linalg.vecdot(states, points) / points.square().sum(-1))
+    step = states.abs().amax(-1) / half
+    if bits in _NORMAL_STEP:
+        step = torch.minimum(step, states.square().mean(-1).sqrt() * _NORMAL_STEP[bits]).clamp_min_(1e-30)
+        points = (states / step[..., None]).add_(half).round_().clamp_(0, 2 * half).sub_(half)
+        step = torch.linalg.vecdot(states, points) / points.square().sum(-1)
+    return to_half(step)
 
 
 def to_half(numbers: Float[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
