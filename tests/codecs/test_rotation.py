@@ -1,11 +1,14 @@
 import pytest
 import torch
+
 from hf_kvcache.codecs.rotation import rotation
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("order", [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 3, 7, 18, 50])
+@pytest.mark.parametrize(
+    "order", [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 3, 7, 18, 50]
+)
 def test_rotations_are_orthonormal(order: int) -> None:
     turn = rotation(order, torch.float64, CPU)
     torch.testing.assert_close(turn @ turn.T, torch.eye(order, dtype=torch.float64), rtol=0, atol=1e-12)
