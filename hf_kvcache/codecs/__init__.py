@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import ConfigError
+from .affine import Affine
+from .bnb import BitsAndBytes
+from .bytewise import Fp8, Int8
+from .channel import ChannelKeys, ChannelValues
 from .codec import Codec, Fit, Part
 from .exact import Exact
-from .mixed import MixedKeys, RotatedValues
+from .grid import GridKeys, GridValues
+from .lloyd import LloydKeys, LloydValues
+from .mixed import MixedKeys
+from .tile import TileKeys, TileValues
 
 __all__ = ["CODECS", "Codec", "Fit", "Part", "make_codecs"]
 
@@ -22,7 +30,15 @@ class CodecPair(NamedTuple):
 
 CODECS: dict[str, CodecPair] = {
     "exact": CodecPair(Exact, Exact),
-    "mixed": CodecPair(MixedKeys, RotatedValues),
+    "mixed": CodecPair(MixedKeys, LloydValues),
+    "grid": CodecPair(GridKeys, GridValues),
+    "lloyd": CodecPair(LloydKeys, LloydValues),
+    "tile": CodecPair(TileKeys, TileValues),
+    "affine": CodecPair(Affine, Affine),
+    "channel": CodecPair(ChannelKeys, ChannelValues),
+    "int8": CodecPair(Int8, Int8),
+    "fp8": CodecPair(Fp8, Fp8),
+    **{name: CodecPair(partial(BitsAndBytes, name), partial(BitsAndBytes, name)) for name in ("nf4", "fp4", "bnb8")},
 }
 """Every codec a cache can name."""
 

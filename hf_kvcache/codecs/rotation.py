@@ -45,7 +45,7 @@ def _paley(prime: int) -> Tensor:
     for row in range(prime):
         for column in range(prime):
             difference = (column - row) % prime
-            matrix[row + 1, column + 1] = -1.0 if difference == 0 or difference not in squares else 1.0
+            matrix[row + 1, column + 1] = 1.0 if difference == 0 or difference in squares else -1.0
         matrix[row + 1, 0] = -1.0
     return matrix
 

@@ -1,0 +1,96 @@
+"""Rotated states on a uniform grid, for 5 bits and more: close to exact, and cheap to read.
+
+A Hadamard rotation spreads outliers over all channels (QuaRot, arXiv 2404.00456), so that one step per token, and per
+64 channels of a wide head, fits all of them. Keys are centred by the means of their blocks; values are not, because
+the value of an attention sink is close to zero and carries the largest weights.
+
+Queries are rotated instead of keys, the output instead of the values, and the steps are applied to scores and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .centring import add_mean_scores, block_means, centre, fit_means, mean_parts, prepare_means
+from .codec import Codec, Fit, Part, check_bits
+from .grouped import apply_scales, group_count, scaled_scores, scaled_sum
+from .midpoints import best_step, code, code_parts, points
+from .packing import pack
+from .rotation import rotation
+
+
+class GridValues(Codec):
+    """Values in 2 to 8 bits per number, and 16 bits for the step of each token and group of channels."""
+
+    name = "grid"
+
+    def __init__(self, bits: int) -> None:
+        check_bits(self.name, bits, range(2, 9))
+        self.bits = bits
+
+    def __repr__(self) -> str:
+        return f"grid {self.bits}"
+
+    def parts(self, width: int, block_size: int, dtype: torch.dtype) -> list[Part]:
+        return [
+            *code_parts(self.name, width, block_size, self.bits),
+            Part(block_size, group_count(width), torch.float16, is_scale=True),
+        ]
+
+    def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
+        width = states.shape[-1]
+        grouped = (states @ rotation(width, states.dtype, states.device)).unflatten(-1, (group_count(width), -1))
+        steps = best_step(grouped, self.bits)
+        return [*pack(code(grouped, steps[..., None], self.bits).flatten(-2), self.bits), steps]
+
+    def weighted_sum(
+        self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
+    ) -> Float[Tensor, "heads queries width"]:
+        *planes, steps = parts
+        turned = scaled_sum(weights, points(planes, self.bits, dtype), steps)
+        return turned @ rotation(turned.shape[-1], turned.dtype, turned.device).T
+
+    def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        *planes, steps = parts
+        precise = torch.promote_types(dtype, torch.float32)
+        turned = apply_scales(points(planes, self.bits, precise), steps)
+        return (turned @ rotation(turned.shape[-1], precise, turned.device).T).to(dtype)
+
+
+class GridKeys(GridValues):
+    """Keys as the values, and 4 bits per channel and block for the means."""
+
+    def parts(self, width: int, block_size: int, dtype: torch.dtype) -> list[Part]:
+        return [*super().parts(width, block_size, dtype), *mean_parts(width)]
+
+    def fit(
+        self, states: Float[Tensor, "heads tokens width"], query_squares: Float[Tensor, "heads width"] | None
+    ) -> dict[str, Tensor]:
+        return fit_means(states)
+
+    def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
+        residual, means = centre(states, fit)
+        return [*super().encode(residual, fit), *means]
+
+    def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
+        precise = query.to(fit["mean"].dtype)
+        turned = precise @ rotation(query.shape[-1], precise.dtype, query.device)
+        return turned.to(query.dtype), *prepare_means(precise, fit)
+
+    def scores(
+        self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
+    ) -> Float[Tensor, "heads queries tokens"]:
+        turned, *of_means = prepared
+        *planes, steps, means = parts
+        products = scaled_scores(turned, points(planes, self.bits, turned.dtype), steps)
+        return add_mean_scores(products, of_means, means)
+
+    def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        *coded, means = parts
+        states = super().decode(coded, fit, fit["mean"].dtype)
+        states.unflatten(1, (means.shape[1], -1)).add_(block_means(means, fit)[:, :, None])
+        return states.to(dtype)

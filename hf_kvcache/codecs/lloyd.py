@@ -1,0 +1,130 @@
+"""Rotated states in the Lloyd-Max levels of the normal distribution, one 8-bit scale per token.
+
+A Hadamard rotation makes the channels of a token look normal, whatever they were (QuaRot, arXiv 2404.00456); then
+these levels are the best there are for one number at a time. Keys are centred by one vector per head, learned at the
+beginning of the sequence; values are not, because the value of an attention sink is close to zero and carries the
+largest weights.
+
+Levels come out of one table look-up per symbol of four coordinates. Queries are rotated instead of keys, the output
+instead of the values, and the scales are applied to scores and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int8, Int32
+from torch import Tensor
+
+from ..attention import matmul
+from ..errors import ConfigError
+from .centring import round_learned
+from .codec import Codec, Fit, Part, check_bits
+from .levels import join, look_up, nearest_index, nearest_level
+from .packing import pack, plane_shapes, unpack
+from .rotation import rotation
+
+# Coordinates that share a symbol.
+_TOGETHER = 4
+
+
+class LloydValues(Codec):
+    """Values in 2, 3 or 4 bits per number, and one 8-bit scale per token."""
+
+    name = "lloyd"
+
+    def __init__(self, bits: int) -> None:
+        check_bits(self.name, bits, [2, 3, 4])
+        self.bits = (bits,) * _TOGETHER
+
+    def __repr__(self) -> str:
+        return f"{self.name} {self.bits[0]}"
+
+    def parts(self, width: int, block_size: int, dtype: torch.dtype) -> list[Part]:
+        if width % _TOGETHER:
+            raise ConfigError(f"codec {self.name!r} needs a width that is a multiple of {_TOGETHER}, got {width}")
+        planes = plane_shapes(width // _TOGETHER, sum(self.bits))
+        return [
+            *(Part(block_size, count, plane) for count, plane in planes),
+            Part(block_size, 1, torch.int8, is_scale=True),
+        ]
+
+    def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
+        turned = states @ rotation(states.shape[-1], states.dtype, states.device)
+        symbols, scales = code_tokens(turned, self.bits)
+        return [*pack(symbols, sum(self.bits)), scales[..., None]]
+
+    def weighted_sum(
+        self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
+    ) -> Float[Tensor, "heads queries width"]:
+        *planes, scales = parts
+        scaled = weights * token_scales(scales, weights.dtype).transpose(1, 2)
+        turned = matmul.weighted_sum(scaled.to(dtype), self._levels(planes, dtype)).to(weights.dtype)
+        return turned @ rotation(turned.shape[-1], turned.dtype, turned.device).T
+
+    def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        *planes, scales = parts
+        precise = torch.promote_types(dtype, torch.float32)
+        turned = self._levels(planes, precise).mul_(token_scales(scales, precise))
+        return (turned @ rotation(turned.shape[-1], precise, turned.device).T).to(dtype)
+
+    def _levels(self, planes: Sequence[Tensor], dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        # Of symbols of 8, 12 or 16 bits the first plane has one element each.
+        return look_up(unpack(planes, sum(self.bits), planes[0].shape[-1]), self.bits, dtype)
+
+
+class LloydKeys(LloydValues):
+    """Keys as the values, without the vector they are centred by."""
+
+    def fit(
+        self, states: Float[Tensor, "heads tokens width"], query_squares: Float[Tensor, "heads width"] | None
+    ) -> dict[str, Tensor]:
+        return {"mean": round_learned(states.mean(1))}
+
+    def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
+        return super().encode(states - fit["mean"][:, None, None], fit)
+
+    def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
+        precise = query.to(fit["mean"].dtype)
+        turned = precise @ rotation(query.shape[-1], precise.dtype, query.device)
+        return turned.to(query.dtype), precise @ fit["mean"][..., None]
+
+    def scores(
+        self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
+    ) -> Float[Tensor, "heads queries tokens"]:
+        turned, of_mean = prepared
+        *planes, scales = parts
+        products = matmul.scores(turned, self._levels(planes, turned.dtype)).to(of_mean.dtype)
+        return torch.addcmul(of_mean, products, token_scales(scales, of_mean.dtype).transpose(1, 2))
+
+    def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        return super().decode(parts, fit, fit["mean"].dtype).add_(fit["mean"][:, None]).to(dtype)
+
+
+def code_tokens(
+    turned: Float[Tensor, "*blocks tokens width"], bits: Sequence[int]
+) -> tuple[Int32[Tensor, "*blocks tokens symbols"], Int8[Tensor, "*blocks tokens"]]:
+    """Lloyd-Max symbols of ``len(bits)`` coordinates each, and the logarithm of each token's scale.
+
+    All coordinates of `turned` have unit variance, up to one scale per token. The scale starts as the token's root
+    mean square, is replaced by the one that fits the chosen levels best (least squares), and the token is coded again.
+    It is stored as its base-2 logarithm in eighths, which reaches from 2**-16 to 2**16.
+    """
+    parts = turned.unflatten(-1, (-1, len(bits))).movedim(-1, 0).contiguous()
+    logarithm = (turned.square().mean(-1).clamp_min_(1e-18).log2_() * 4).round_().clamp_(-128, 127)
+    scaled = parts * torch.exp2(logarithm * -0.125)[..., None]
+    along, square = torch.zeros_like(logarithm), torch.full_like(logarithm, 1e-18)
+    for part, each, width in zip(parts, scaled, bits, strict=True):
+        levels = nearest_level(each, width)
+        along += torch.linalg.vecdot(part, levels)
+        square += torch.linalg.vecdot(levels, levels)
+    logarithm = along.div_(square).clamp_min_(1e-9).log2_().mul_(8).round_().clamp_(-128, 127)
+    scaled = torch.mul(parts, torch.exp2(logarithm * -0.125)[..., None], out=scaled)
+    indices = [nearest_index(each, width) for each, width in zip(scaled, bits, strict=True)]
+    return join(indices, bits), logarithm.to(torch.int8)
+
+
+def token_scales(logarithms: Int8[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """The scales whose logarithms `code_tokens` stored."""
+    return torch.exp2(logarithms.to(dtype) * 0.125)
