@@ -6,7 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_kvcache.evaluation.results import CacheResult, Results
+from hf_kvcache.evaluation.results import Results
+from hf_kvcache.evaluation.tables import label
 
 SMALLEST_KL = 1e-16
 """Where a logarithmic axis ends: a divergence of zero is drawn here."""
@@ -28,7 +29,7 @@ def _divergence(axes: Axes, results: Results) -> None:
     for cache, style in [(results.noise_floor, "--"), *((cache, "-") for cache in results.caches)]:
         values = np.sort(np.maximum(cache.samples.kl, SMALLEST_KL))
         share = 1 - np.arange(len(values)) / len(values)
-        axes.step(values, share, style, where="post", label=_label(cache))
+        axes.step(values, share, style, where="post", label=label(cache))
     axes.set(
         xscale="log",
         yscale="log",
@@ -49,7 +50,7 @@ def _perplexity(axes: Axes, results: Results) -> None:
         axes.plot([low, high], [place, place], color="tab:gray", linewidth=3)
         axes.plot([found.value], [place], "o", color="tab:blue")
     axes.axvline(0, color="black", linewidth=1)
-    axes.set_yticks(range(len(rows)), [_label(cache) for cache in rows])
+    axes.set_yticks(range(len(rows)), [label(cache) for cache in rows])
     axes.invert_yaxis()
     axes.set(
         xlabel="perplexity minus the reference's (95 % interval)",
@@ -62,7 +63,7 @@ def _bytes(axes: Axes, results: Results) -> None:
     """Bytes held against mean divergence: down and to the left is better."""
     for cache in (results.reference, *results.caches):
         divergence = max(cache.fidelity.kl_mean.value, SMALLEST_KL)
-        axes.plot([cache.bytes_held / 2**20], [divergence], "o", label=_label(cache))
+        axes.plot([cache.bytes_held / 2**20], [divergence], "o", label=label(cache))
     floor = max(results.noise_floor.fidelity.kl_mean.value, SMALLEST_KL)
     axes.axhline(floor, color="tab:gray", linestyle="--", label="noise floor")
     axes.set(
@@ -74,7 +75,3 @@ def _bytes(axes: Axes, results: Results) -> None:
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
-
-
-def _label(cache: CacheResult) -> str:
-    return "no cache (noise floor)" if cache.declared == "uncached" else cache.spec

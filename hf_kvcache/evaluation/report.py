@@ -6,8 +6,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_kvcache.evaluation.metrics import Interval
 from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Results
+from hf_kvcache.evaluation.tables import label, markdown, spread, tables
 
 COLUMNS = (
     "cache",
@@ -55,7 +55,7 @@ def as_json(results: Results) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        names = (of.name for of in fields(value) if of.name != "samples")  # too many for a record
+        names = (of.name for of in fields(value) if of.name not in ("samples", "positions"))  # too many
         return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: _plain(item) for name, item in value._asdict().items()}
@@ -72,7 +72,7 @@ def table_rows(results: Results) -> list[tuple[str, ...]]:
     """The result table as text, by `COLUMNS`: the reference, the noise floor, then each cache."""
     return [
         _cells(results.reference, f"{results.reference.spec} (reference)"),
-        _cells(results.noise_floor, "no cache (noise floor)"),
+        _cells(results.noise_floor, label(results.noise_floor)),
         *(_cells(cache, cache.spec) for cache in results.caches),
     ]
 
@@ -84,8 +84,8 @@ def _cells(cache: CacheResult, name: str) -> tuple[str, ...]:
         verdict(cache),
         "-" if cache.proof is None else f"{cache.proof.logit_difference:.1e}",
         f"{found.perplexity.value:.4f}",
-        f"{found.perplexity_difference.value:+.2g}{_spread(found.perplexity_difference)}",
-        f"{found.kl_mean.value:.2e}{_spread(found.kl_mean)}",
+        f"{found.perplexity_difference.value:+.2g}{spread(found.perplexity_difference)}",
+        f"{found.kl_mean.value:.2e}{spread(found.kl_mean)}",
         f"{found.kl_p99:.2e}",
         f"{found.kl_max:.2e}",
         f"{found.top1_agreement.value:.2%}",
@@ -109,10 +109,6 @@ def verdict(cache: CacheResult) -> str:
     return words[cache.measured] + (f" ({refused} modes refused)" if refused else "")
 
 
-def _spread(interval: Interval) -> str:
-    return "" if interval.low is None or interval.high is None else f" [{interval.low:.2g}, {interval.high:.2g}]"
-
-
 def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
     """The report for people."""
     lines = [
@@ -129,6 +125,7 @@ def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
         _LEGEND,
         *(f"\n![{name}]({name})" for name in plots),
         "",
+        *(line for table in tables(results) for line in markdown(table)),
         "## Proofs",
         "",
         *(line for cache in (results.reference, *results.caches) for line in _proof_lines(cache)),

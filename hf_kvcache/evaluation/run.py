@@ -17,6 +17,7 @@ from hf_kvcache.evaluation import metrics
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
+from hf_kvcache.evaluation.fidelity import fidelity
 from hf_kvcache.evaluation.memory import measured_bytes
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.protocols import Protocol, Scored, forward, stream
@@ -25,11 +26,12 @@ from hf_kvcache.evaluation.results import (
     ContradictionError,
     Fidelity,
     Kind,
+    Positions,
     Proof,
     Results,
     Samples,
 )
-from hf_kvcache.evaluation.windows import windows
+from hf_kvcache.evaluation.windows import Window, count_units, windows
 
 POSITIONS = 64
 """Positions whose float64 log-probabilities are held at once."""
@@ -37,31 +39,51 @@ POSITIONS = 64
 
 @dataclass
 class Trace:
-    """What is collected about one cache on the way: 17 bytes a scored token, and nothing else that grows."""
+    """What is collected about one cache on the way: some 50 bytes a scored token, and nothing else that grows."""
 
-    nll: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    agrees: list[Tensor] = field(default_factory=list)
-    logit_difference: float = 0.0
-    identical: bool = True
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
     bytes_held: int = 0
     tokens_held: int = 0
 
     def add(self, reference: Tensor, reference_log_probs: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Compare some positions with the reference's."""
         log_probs = metrics.log_probabilities(logits)
-        self.nll.append(metrics.negative_log_likelihood(log_probs, targets).cpu())
-        self.kl.append(metrics.kl_divergence(reference_log_probs, log_probs).cpu())
-        self.agrees.append(metrics.top1_agreement(reference_log_probs, log_probs).cpu())
-        if not torch.equal(reference, logits):
-            self.identical = False
-            largest = float((reference - logits).abs().max())
-            self.logit_difference = float(np.maximum(self.logit_difference, largest))  # a NaN stays
+        nll = metrics.negative_log_likelihood(log_probs, targets)
+        reference_nll = metrics.negative_log_likelihood(reference_log_probs, targets)
+        same = (reference == logits).all(dim=-1)
+        found = {
+            "nll": nll,
+            "kl": metrics.kl_divergence(reference_log_probs, log_probs),
+            "reverse_kl": metrics.kl_divergence(log_probs, reference_log_probs),
+            "delta_p": (-nll).exp() - (-reference_nll).exp(),
+            "top10": metrics.top_overlap(reference_log_probs, log_probs),
+            "agrees": metrics.top1_agreement(reference_log_probs, log_probs),
+            "logit_difference": torch.where(same, 0.0, (reference - logits).abs().amax(dim=-1).double()),
+            "identical": same,
+        }
+        for name, values in found.items():
+            self.columns.setdefault(name, []).append(values.cpu())
 
-    def samples(self, lengths: Sequence[int]) -> Samples:
+    def samples(self) -> Samples:
         """All positions, joined."""
-        nll, kl, agrees = (torch.cat(of).numpy() for of in (self.nll, self.kl, self.agrees))
-        return Samples(nll, kl, agrees, np.asarray(lengths))
+        return Samples(**{name: torch.cat(pieces).numpy() for name, pieces in self.columns.items()})
+
+
+@dataclass
+class _Shared:
+    """What is collected about the text on the way."""
+
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    counts: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, **values: Tensor) -> None:
+        for name, of in values.items():
+            self.columns.setdefault(name, []).append(of.cpu())
+
+    def positions(self) -> Positions:
+        lengths, words, bytes_ = np.asarray(self.counts).T
+        columns = {name: torch.cat(pieces).numpy() for name, pieces in self.columns.items()}
+        return Positions(**columns, lengths=lengths, words=words, bytes=bytes_)
 
 
 @dataclass(frozen=True)
@@ -111,23 +133,27 @@ def evaluate(
     rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
     texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
     with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
-        first, lengths = _measure(loaded.model, rows, texts, protocol, bar.update)
+        first, positions = _measure(loaded, rows, texts, protocol, bar.update)
     proofs = _proofs(loaded.model, rows, first, seed, progress)
-    reference = rows[0].trace.samples(lengths)
-    found = [_result(row, proof, reference, lengths, seed) for row, proof in zip(rows, proofs, strict=True)]
+    reference, floor = (row.trace.samples() for row in rows[:2])
+    found = [
+        _result(row, proof, fidelity(row.trace.samples(), reference, floor, positions, seed))
+        for row, proof in zip(rows, proofs, strict=True)
+    ]
     results = Results(
         model=loaded.name,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         dataset=dataset,
         protocol=protocol,
-        windows=len(lengths),
-        scored_tokens=sum(lengths),
+        windows=len(positions.lengths),
+        scored_tokens=len(positions.targets),
         seed=seed,
         reference=found[0],
         noise_floor=found[1],
         caches=tuple(found[2:]),
         environment=environment(loaded.model),
         seconds=time.perf_counter() - started,
+        positions=positions,
     )
     if results.failures:
         raise ContradictionError(results)
@@ -171,36 +197,40 @@ def _try(model: PreTrainedModel, cache: Cache, spec: str) -> None:
 
 
 def _measure(
-    model: PreTrainedModel,
+    loaded: LoadedModel,
     rows: list[_Row],
-    texts: Iterable[Tensor],
+    texts: Iterable[Window],
     protocol: Protocol,
     advance: Callable[[int], object],
-) -> tuple[Tensor, list[int]]:
-    """Score all windows through all caches. Gives the first window, and the scored tokens of each."""
-    lengths: list[int] = []
+) -> tuple[Tensor, Positions]:
+    """Score all windows through all caches. Gives the first window, and what all caches share."""
+    shared = _Shared()
     first = torch.empty(0, dtype=torch.long)
-    for window in texts:
-        made = [row.build(model.config) for row in rows]
-        for chunks in zip(*(stream(model, cache, window, protocol) for cache in made), strict=True):
-            _compare(chunks, rows)
-            advance(len(chunks[0].targets))
-        if not lengths:
-            first = window
+    for ids, documents in texts:
+        made = [row.build(loaded.model.config) for row in rows]
+        for chunks in zip(*(stream(loaded.model, cache, ids, protocol) for cache in made), strict=True):
+            places = torch.arange(len(chunks[0].targets)) + chunks[0].first_position
+            shared.add(targets=chunks[0].targets, distances=places, documents=documents[places])
+            _compare(chunks, rows, shared)
+            advance(len(places))
+        if not shared.counts:
+            first = ids
             for row, cache in zip(rows, made, strict=True):
                 row.trace.bytes_held = measured_bytes(cache)
-                row.trace.tokens_held = 0 if cache is None else len(window) - 1
-        lengths.append(len(window) - 1 - protocol.prefill_tokens)
-    return first, lengths
+                row.trace.tokens_held = 0 if cache is None else len(ids) - 1
+        scored = len(ids) - 1 - protocol.prefill_tokens
+        shared.counts.append((scored, *count_units(ids, loaded.tokenizer, protocol)))
+    return first, shared.positions()
 
 
-def _compare(chunks: tuple[Scored, ...], rows: list[_Row]) -> None:
+def _compare(chunks: tuple[Scored, ...], rows: list[_Row], shared: _Shared) -> None:
     """Compare what each cache predicted for one chunk with the first one's predictions."""
     targets = chunks[0].targets
     for start in range(0, len(targets), POSITIONS):
         some = slice(start, start + POSITIONS)
         reference = chunks[0].logits[some]
         log_probs = metrics.log_probabilities(reference)
+        shared.add(confidence=log_probs.amax(dim=-1).exp())
         for chunk, row in zip(chunks, rows, strict=True):
             row.trace.add(reference, log_probs, chunk.logits[some], targets[some])
 
@@ -221,36 +251,19 @@ def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int,
     return [notes[row.declared] if row.declared in notes else next(remaining) for row in rows]
 
 
-def _result(row: _Row, proof: Proof | str, reference: Samples, lengths: list[int], seed: int) -> CacheResult:
-    samples, trace = row.trace.samples(lengths), row.trace
+def _result(row: _Row, proof: Proof | str, figures: Fidelity) -> CacheResult:
     found = proof if isinstance(proof, Proof) else None
-    measured, failures = judge(row.declared, trace.identical, trace.logit_difference, found)
+    measured, failures = judge(row.declared, figures.identical, figures.logit_difference_max, found)
     return CacheResult(
         spec=row.spec,
         declared=row.declared,
         declared_reason=row.reason,
         measured=measured,
         failures=failures,
-        fidelity=fidelity(samples, reference, trace.logit_difference, trace.identical, seed),
+        fidelity=figures,
         proof=found,
         proof_note="" if found else str(proof),
-        bytes_held=trace.bytes_held,
-        tokens_held=trace.tokens_held,
-        samples=samples,
-    )
-
-
-def fidelity(samples: Samples, reference: Samples, logit_difference: float, identical: bool, seed: int) -> Fidelity:
-    """Summarize the positions of one cache against those of the reference."""
-    lengths = samples.lengths
-    return Fidelity(
-        perplexity=metrics.perplexity(samples.nll, lengths, seed),
-        perplexity_difference=metrics.perplexity_difference(samples.nll, reference.nll, lengths, seed),
-        nll_difference=metrics.window_mean(samples.nll - reference.nll, lengths, seed),
-        kl_mean=metrics.window_mean(samples.kl, lengths, seed),
-        kl_p99=float(np.quantile(samples.kl, 0.99)),
-        kl_max=float(samples.kl.max()),
-        top1_agreement=metrics.window_mean(samples.agrees.astype(np.float64), lengths, seed),
-        logit_difference_max=logit_difference,
-        identical=identical,
+        bytes_held=row.trace.bytes_held,
+        tokens_held=row.trace.tokens_held,
+        samples=row.trace.samples(),
     )

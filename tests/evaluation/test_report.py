@@ -26,6 +26,8 @@ def test_all_files_are_written_and_numbers_come_first(results, tmp_path):
     assert all(f"![{file.name}]" in text for file in files[2:])
     assert "exact up to rounding" in text
     assert "greedy: same tokens" in text
+    assert all(f"## {table.title}" in text for table in report.tables(results))
+    assert {len(row) for table in report.tables(results) for row in (table.columns, *table.rows)} == {5}
 
 
 def test_the_record_is_plain_json_with_everything_but_samples(results, tmp_path):

@@ -1,0 +1,124 @@
+"""The tables below the main one, as text: each is built once and written to every report."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from hf_kvcache.evaluation.metrics import Interval
+from hf_kvcache.evaluation.results import CacheResult, Fidelity, Group, Results
+
+MOST_GROUPS = 20
+"""Documents listed at most; the rest are in results.json."""
+
+
+class Table(NamedTuple):
+    """A table of text cells, its heading, and what must be known to read it."""
+
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(results: Results) -> list[Table]:
+    """Every table there are results for."""
+    return [*_statistics(results), *_groups(results)]
+
+
+def markdown(table: Table) -> list[str]:
+    """The lines of a table in Markdown."""
+    return [
+        f"## {table.title}",
+        "",
+        "| " + " | ".join(table.columns) + " |",
+        "|" + "---|" * len(table.columns),
+        *("| " + " | ".join(row) + " |" for row in table.rows),
+        "",
+        *([table.note, ""] if table.note else []),
+    ]
+
+
+def label(cache: CacheResult) -> str:
+    """What a cache is called in tables and plots."""
+    return "no cache (noise floor)" if cache.declared == "uncached" else cache.spec
+
+
+def compared(results: Results) -> list[CacheResult]:
+    """What is set beside the reference: the noise floor, then the caches asked for."""
+    return [results.noise_floor, *results.caches]
+
+
+def spread(interval: Interval) -> str:
+    """The ends of an interval, or nothing."""
+    return "" if interval.low is None or interval.high is None else f" [{interval.low:.2g}, {interval.high:.2g}]"
+
+
+def _statistics(results: Results) -> Iterator[Table]:
+    """Every statistic a row, every cache a column."""
+    lines: dict[str, Callable[[Fidelity], str]] = {
+        "ln(PPL / reference's)": lambda of: f"{of.nll_difference.value:+.2e}{spread(of.nll_difference)}",
+        "the same, over documents": lambda of: (
+            f"{of.nll_difference_over_documents.value:+.2e}{spread(of.nll_difference_over_documents)}"
+        ),
+        "word perplexity": lambda of: f"{of.word_perplexity.value:.4f}",
+        "byte perplexity": lambda of: f"{of.byte_perplexity.value:.5f}",
+        "bits per byte": lambda of: f"{of.bits_per_byte.value:.5f}",
+        "KL mean": lambda of: f"{of.kl_mean.value:.2e}{spread(of.kl_mean)}",
+        "the same, over all documents": lambda of: f"{of.kl_over_documents.value:.2e}{spread(of.kl_over_documents)}",
+        "reverse KL mean": lambda of: f"{of.reverse_kl_mean.value:.2e}{spread(of.reverse_kl_mean)}",
+        **_percentile_lines("KL", lambda of: of.kl_percentiles, ("50", "90", "95", "99", "99.9", "maximum")),
+        "same top token": lambda of: f"{of.top1_agreement.value:.3%}",
+        "overlap of top 10": lambda of: f"{of.top10_overlap.value:.3%}",
+        "delta p mean": lambda of: f"{of.delta_p_mean.value:+.2e}{spread(of.delta_p_mean)}",
+        "delta p RMS": lambda of: f"{of.delta_p_rms.value:.2e}{spread(of.delta_p_rms)}",
+        **_percentile_lines(
+            "delta p", lambda of: of.delta_p_percentiles, ("minimum", "1", "5", "25", "50", "75", "95", "99", "maximum")
+        ),
+        "largest logit difference": lambda of: f"{of.logit_difference_max:.2e}",
+    }
+    caches = compared(results)
+    yield Table(
+        "Every statistic",
+        "Delta p is the change of the true token's probability. KL in nats; intervals drawn over windows, or over "
+        "documents where it says so.",
+        ("statistic", *map(label, caches)),
+        tuple((name, *(write(of.fidelity) for of in caches)) for name, write in lines.items()),
+    )
+
+
+def _percentile_lines(
+    name: str, read: Callable[[Fidelity], dict[str, float]], chosen: Sequence[str]
+) -> dict[str, Callable[[Fidelity], str]]:
+    def line(which: str) -> Callable[[Fidelity], str]:
+        return lambda of: f"{read(of)[which]:.2e}"
+
+    titles = {which: which if which.isalpha() else f"{which} %" for which in chosen}
+    return {f"{name} {titles[which]}": line(which) for which in chosen}
+
+
+def _groups(results: Results) -> Iterator[Table]:
+    """Mean divergence by where in the text it is."""
+    kinds: dict[str, tuple[str, Callable[[Fidelity], tuple[Group, ...]]]] = {
+        "Tail and body": (
+            "A window's tail ends at its first KL above the noise floor's largest: nothing was changed before.",
+            lambda of: of.tail_and_body,
+        ),
+        "By confidence of the reference": ("", lambda of: of.by_confidence),
+        "By distance from the start": ("", lambda of: of.by_distance),
+        "By document": ("", lambda of: of.by_document),
+    }
+    caches = compared(results)
+    for title, (note, read) in kinds.items():
+        names = tuple(dict.fromkeys(group.name for cache in caches for group in read(cache.fidelity)))
+        found = [{group.name: group for group in read(cache.fidelity)} for cache in caches]
+        rows = tuple((name, *(_group_cell(of.get(name)) for of in found)) for name in names[:MOST_GROUPS])
+        left_out = f"{len(names) - MOST_GROUPS} more in results.json." if len(names) > MOST_GROUPS else ""
+        yield Table(
+            title,
+            " ".join(filter(None, ("Mean KL (positions).", note, left_out))),
+            ("positions", *map(label, caches)),
+            rows,
+        )
+
+
+def _group_cell(group: Group | None) -> str:
+    return "-" if group is None else f"{group.kl_mean:.2e} ({group.positions:,})"
