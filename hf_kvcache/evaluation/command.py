@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_kvcache.errors import KVCacheError
+from hf_kvcache.evaluation.config import read_config
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.models import load_model
 from hf_kvcache.evaluation.protocols import Protocol
-from hf_kvcache.evaluation.report import COLUMNS, table_rows, write_report
+from hf_kvcache.evaluation.report import main_table, write_report
 from hf_kvcache.evaluation.results import ContradictionError, Results
 from hf_kvcache.evaluation.run import evaluate
+from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, TASKS
 
 
 class Dtype(str, Enum):
@@ -39,6 +41,13 @@ def evaluate_command(
             show_default=False,
         ),
     ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"What to measure, may be repeated: {', '.join(TASKS)}, or all. [default: {', '.join(DEFAULT_TASKS)}]",
+            show_default=False,
+        ),
+    ] = None,
     dataset: Annotated[str, typer.Option(help="file:PATH, stdlib, wikitext-2, or a hub data set.")] = "stdlib",
     max_tokens: Annotated[int, typer.Option(help="Tokens to score at most.")] = 8192,
     window: Annotated[int, typer.Option(help="Tokens a cache sees at most before it starts anew.")] = 2048,
@@ -48,6 +57,10 @@ def evaluate_command(
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     output: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("results/eval"),
     seed: Annotated[int, typer.Option(help="Of bootstrap draws and sampled generation.")] = 0,
+    config: Annotated[  # noqa: ARG001 - it only sets the defaults of the others
+        Path | None,
+        typer.Option(help="YAML file with options; the command line wins.", callback=read_config, is_eager=True),
+    ] = None,
 ) -> None:
     """Say whether caches are exact, how far they are if not, and what they hold.
 
@@ -62,6 +75,7 @@ def evaluate_command(
             loaded,
             load_text(dataset),
             cache or ["paged"],
+            tasks=task or DEFAULT_TASKS,
             protocol=protocol,
             max_tokens=max_tokens,
             seed=seed,
@@ -83,13 +97,14 @@ def evaluate_command(
 
 def _table(results: Results) -> Table:
     """One column a cache: the figures of a row stand side by side, also on a narrow terminal."""
+    scored = f": {results.scored_tokens:,} tokens of {results.dataset}" if results.scored_tokens else ""
     table = Table(
-        title=f"{results.model}, {results.dtype}: {results.scored_tokens:,} tokens of {results.dataset}",
+        title=f"{results.model}, {results.dtype}{scored}",
         caption="KL in nats per token; in brackets: 95 % intervals; proof: largest logit difference in float64",
     )
-    rows = table_rows(results)
-    for heading in (COLUMNS[0], *(row[0] for row in rows)):
+    found = main_table(results)
+    for heading in (found.columns[0], *(row[0] for row in found.rows)):
         table.add_column(heading, justify="right" if table.columns else "left", overflow="fold")
-    for place, name in enumerate(COLUMNS[1:], start=1):
-        table.add_row(name, *(row[place].replace(" [", "\n[") for row in rows))
+    for place, name in enumerate(found.columns[1:], start=1):
+        table.add_row(name, *(row[place].replace(" [", "\n[").replace("[", r"\[") for row in found.rows))
     return table

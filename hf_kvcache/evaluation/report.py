@@ -2,27 +2,16 @@
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Results
-from hf_kvcache.evaluation.tables import label, markdown, spread, tables
+from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Fidelity, Results
+from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
 
-COLUMNS = (
-    "cache",
-    "class",
-    "float64 proof",
-    "perplexity",
-    "difference",
-    "KL mean",
-    "KL p99",
-    "KL max",
-    "top-1",
-    "MiB held",
-    "bytes/token",
-)
-
+Column: TypeAlias = tuple[str, Callable[[CacheResult], str]]
+"""A heading, and what stands below it."""
 
 _LEGEND = (
     "KL is KL(reference || cache) in nats per token; brackets are 95 % bootstrap intervals over windows, "
@@ -55,8 +44,8 @@ def as_json(results: Results) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        names = (of.name for of in fields(value) if of.name not in ("samples", "positions"))  # too many
-        return {name: _plain(getattr(value, name)) for name in names}
+        names = {of.name: of.metadata.get("name", of.name) for of in fields(value)}
+        return {name: _plain(getattr(value, of)) for of, name in names.items() if name}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, dict):
@@ -68,30 +57,41 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def table_rows(results: Results) -> list[tuple[str, ...]]:
-    """The result table as text, by `COLUMNS`: the reference, the noise floor, then each cache."""
-    return [
-        _cells(results.reference, f"{results.reference.spec} (reference)"),
-        _cells(results.noise_floor, label(results.noise_floor)),
-        *(_cells(cache, cache.spec) for cache in results.caches),
-    ]
-
-
-def _cells(cache: CacheResult, name: str) -> tuple[str, ...]:
-    found = cache.fidelity
-    return (
-        name,
-        verdict(cache),
-        "-" if cache.proof is None else f"{cache.proof.logit_difference:.1e}",
-        f"{found.perplexity.value:.4f}",
-        f"{found.perplexity_difference.value:+.2g}{spread(found.perplexity_difference)}",
-        f"{found.kl_mean.value:.2e}{spread(found.kl_mean)}",
-        f"{found.kl_p99:.2e}",
-        f"{found.kl_max:.2e}",
-        f"{found.top1_agreement.value:.2%}",
-        f"{cache.bytes_held / 2**20:.2f}",
-        f"{cache.bytes_held / cache.tokens_held:.0f}" if cache.tokens_held else "-",
+def main_table(results: Results) -> Table:
+    """One row a cache, by what was asked for: the reference, the noise floor if text was scored, then each cache."""
+    columns = list(_columns(results))
+    rows = [results.reference, *([results.noise_floor] if results.scored_tokens else []), *results.caches]
+    names = {id(results.reference): f"{results.reference.spec} (reference)", id(results.noise_floor): NOISE_FLOOR}
+    return Table(
+        "Results",
+        _LEGEND if results.scored_tokens else "",
+        ("cache", *(heading for heading, _ in columns)),
+        tuple((names.get(id(of), of.spec), *(write(of) for _, write in columns)) for of in rows),
     )
+
+
+def _columns(results: Results) -> Iterator[Column]:
+    yield "class", verdict
+    if "exactness" in results.tasks:
+        yield "float64 proof", lambda of: "-" if of.proof is None else f"{of.proof.logit_difference:.1e}"
+    if "perplexity" in results.tasks:
+        yield "perplexity", _of_fidelity(lambda of: f"{of.perplexity.value:.4f}")
+        yield (
+            "difference",
+            _of_fidelity(lambda of: f"{of.perplexity_difference.value:+.2g}{spread(of.perplexity_difference)}"),
+        )
+    if "fidelity" in results.tasks:
+        yield "KL mean", _of_fidelity(lambda of: f"{of.kl_mean.value:.2e}{spread(of.kl_mean)}")
+        yield "KL p99", _of_fidelity(lambda of: f"{of.kl_p99:.2e}")
+        yield "KL max", _of_fidelity(lambda of: f"{of.kl_max:.2e}")
+        yield "top-1", _of_fidelity(lambda of: f"{of.top1_agreement.value:.2%}")
+    if results.scored_tokens:
+        yield "MiB held", lambda of: f"{of.bytes_held / 2**20:.2f}"
+        yield "bytes/token", lambda of: f"{of.bytes_held / of.tokens_held:.0f}" if of.tokens_held else "-"
+
+
+def _of_fidelity(write: Callable[[Fidelity], str]) -> Callable[[CacheResult], str]:
+    return lambda of: "-" if of.scores is None else write(of.scores)
 
 
 def verdict(cache: CacheResult) -> str:
@@ -118,17 +118,10 @@ def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
         *([""] if results.failures else []),
         _sizes(results),
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row) + " |" for row in table_rows(results)),
-        "",
-        _LEGEND,
-        *(f"\n![{name}]({name})" for name in plots),
-        "",
+        *markdown(main_table(results)),
+        *(line for name in plots for line in (f"![{name}]({name})", "")),
         *(line for table in tables(results) for line in markdown(table)),
-        "## Proofs",
-        "",
-        *(line for cache in (results.reference, *results.caches) for line in _proof_lines(cache)),
+        *_proofs(results),
         "## Environment",
         "",
         *(f"- {name}: {value}" for name, value in results.environment.items()),
@@ -138,12 +131,21 @@ def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
 
 
 def _sizes(results: Results) -> str:
+    if not results.scored_tokens:
+        return f"{results.dtype}, seed {results.seed}, {results.seconds:.0f} s."
     size = results.protocol
     return (
         f"{results.scored_tokens:,} tokens of `{results.dataset}` scored in {results.windows} windows of "
         f"{size.window_tokens:,} (prefill {size.prefill_tokens}, then chunks of {size.chunk_tokens} through "
         f"the cache), {results.dtype}, seed {results.seed}, {results.seconds:.0f} s."
     )
+
+
+def _proofs(results: Results) -> list[str]:
+    if "exactness" not in results.tasks:
+        return []
+    caches = (results.reference, *results.caches)
+    return ["## Proofs", "", *(line for cache in caches for line in _proof_lines(cache))]
 
 
 def _proof_lines(cache: CacheResult) -> list[str]:

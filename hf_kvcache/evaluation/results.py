@@ -6,9 +6,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hf_kvcache.errors import EvaluationError
+from hf_kvcache.errors import EvaluationError, InputError
 from hf_kvcache.evaluation.metrics import Interval
 from hf_kvcache.evaluation.protocols import Protocol
+from hf_kvcache.evaluation.tasks import Task
 
 SCHEMA = "hf-kvcache-evaluation/1"
 
@@ -223,12 +224,13 @@ class CacheResult:
         declared_reason: In its own words.
         measured: The class the measurements support.
         failures: Where a measurement contradicts the claim; empty if none.
-        fidelity: Against the reference cache in the working dtype.
+        scores: Against the reference cache in the working dtype; None if no text was scored. Called `fidelity` in the
+            record.
         proof: In float64; None if not run (`proof_note` says why).
         proof_note: Why there is no proof, or empty.
-        bytes_held: Bytes of all tensor storages the cache held at the end of the first window.
+        bytes_held: Bytes of all tensor storages the cache held at the end of the first window; 0 if no text was scored.
         tokens_held: Tokens fed to it by then.
-        samples: Position by position, for plots and further statistics.
+        samples: Position by position, for plots and further statistics; None if no text was scored.
     """
 
     spec: str
@@ -236,12 +238,23 @@ class CacheResult:
     declared_reason: str
     measured: Kind
     failures: tuple[str, ...]
-    fidelity: Fidelity
+    scores: Fidelity | None = field(metadata={"name": "fidelity"})
     proof: Proof | None
     proof_note: str
     bytes_held: int
     tokens_held: int
-    samples: Samples = field(repr=False, compare=False)
+    samples: Samples | None = field(repr=False, compare=False, metadata={"name": None})
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The `scores`.
+
+        Raises:
+            InputError: No text was scored.
+        """
+        if self.scores is None:
+            raise InputError("no text was scored: ask for the task perplexity, fidelity or exactness")
+        return self.scores
 
 
 @dataclass(frozen=True)
@@ -252,6 +265,7 @@ class Results:
         model: Name of the model.
         dtype: Working dtype.
         dataset: Name of the text.
+        tasks: What was asked for.
         protocol: Window, prefill and chunk, in tokens.
         windows: Windows scored.
         scored_tokens: Tokens scored, the same ones for every cache.
@@ -261,12 +275,13 @@ class Results:
         caches: The caches asked for, in that order.
         environment: Versions, hardware and git state.
         seconds: Wall time.
-        positions: The scored positions, for further statistics.
+        positions: The scored positions, for further statistics; None if no text was scored.
     """
 
     model: str
     dtype: str
     dataset: str
+    tasks: tuple[Task, ...]
     protocol: Protocol
     windows: int
     scored_tokens: int
@@ -276,7 +291,7 @@ class Results:
     caches: tuple[CacheResult, ...]
     environment: dict[str, Any]
     seconds: float
-    positions: Positions = field(repr=False, compare=False)
+    positions: Positions | None = field(repr=False, compare=False, metadata={"name": None})
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -31,10 +31,14 @@ from hf_kvcache.evaluation.results import (
     Results,
     Samples,
 )
+from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
 from hf_kvcache.evaluation.windows import Window, count_units, windows
 
 POSITIONS = 64
 """Positions whose float64 log-probabilities are held at once."""
+NOT_ASKED: Proof | str = "the task exactness was not asked for"
+UNSCORED: dict[Kind, Kind] = {"uncached": "uncached", "approximate": "approximate"}
+"""The class of a cache that no text went through; any other is not proven."""
 
 
 @dataclass
@@ -102,6 +106,7 @@ def evaluate(
     documents: Iterable[str],
     caches: Sequence[str],
     *,
+    tasks: Iterable[str] = DEFAULT_TASKS,
     protocol: Protocol | None = None,
     max_tokens: int = 8192,
     seed: int = 0,
@@ -117,6 +122,7 @@ def evaluate(
         loaded: The model, as it is to be measured (dtype, device, attention), its tokenizer and name.
         documents: Texts; read lazily, no further than needed.
         caches: Specs, see `caches.py`.
+        tasks: What to measure, see `tasks.py`.
         protocol: Window, prefill and chunk; the defaults of `Protocol` if None.
         max_tokens: Tokens to score at most.
         seed: Of bootstrap draws and sampled generation.
@@ -128,25 +134,26 @@ def evaluate(
         ContradictionError: A cache is not what it declares; the error's `results` hold all that was measured.
     """
     started = time.perf_counter()
-    protocol = protocol or Protocol()
+    protocol, chosen = protocol or Protocol(), parse_tasks(tasks)
     _check(loaded.model, caches, protocol)
     rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
-    texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
-    with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
-        first, positions = _measure(loaded, rows, texts, protocol, bar.update)
-    proofs = _proofs(loaded.model, rows, first, seed, progress)
-    reference, floor = (row.trace.samples() for row in rows[:2])
-    found = [
-        _result(row, proof, fidelity(row.trace.samples(), reference, floor, positions, seed))
-        for row, proof in zip(rows, proofs, strict=True)
-    ]
+    positions, proofs = None, [NOT_ASKED] * len(rows)
+    if needs_scoring(chosen):
+        texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
+        with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
+            first, positions = _measure(loaded, rows, texts, protocol, bar.update)
+        if "exactness" in chosen:
+            proofs = _proofs(loaded.model, rows, first, seed, progress)
+    figures = _figures(rows, positions, seed)
+    found = [_result(*of) for of in zip(rows, proofs, figures, strict=True)]
     results = Results(
         model=loaded.name,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         dataset=dataset,
+        tasks=chosen,
         protocol=protocol,
-        windows=len(positions.lengths),
-        scored_tokens=len(positions.targets),
+        windows=0 if positions is None else len(positions.lengths),
+        scored_tokens=0 if positions is None else len(positions.targets),
         seed=seed,
         reference=found[0],
         noise_floor=found[1],
@@ -251,19 +258,30 @@ def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int,
     return [notes[row.declared] if row.declared in notes else next(remaining) for row in rows]
 
 
-def _result(row: _Row, proof: Proof | str, figures: Fidelity) -> CacheResult:
+def _figures(rows: list[_Row], positions: Positions | None, seed: int) -> list[Fidelity | None]:
+    if positions is None:
+        return [None] * len(rows)
+    samples = [row.trace.samples() for row in rows]
+    return [fidelity(of, samples[0], samples[1], positions, seed) for of in samples]
+
+
+def _result(row: _Row, proof: Proof | str, figures: Fidelity | None) -> CacheResult:
     found = proof if isinstance(proof, Proof) else None
-    measured, failures = judge(row.declared, figures.identical, figures.logit_difference_max, found)
+    measured, failures = (
+        (UNSCORED.get(row.declared, "unproven"), ())
+        if figures is None
+        else judge(row.declared, figures.identical, figures.logit_difference_max, found)
+    )
     return CacheResult(
         spec=row.spec,
         declared=row.declared,
         declared_reason=row.reason,
         measured=measured,
         failures=failures,
-        fidelity=figures,
+        scores=figures,
         proof=found,
         proof_note="" if found else str(proof),
         bytes_held=row.trace.bytes_held,
         tokens_held=row.trace.tokens_held,
-        samples=row.trace.samples(),
+        samples=row.trace.samples() if figures else None,
     )

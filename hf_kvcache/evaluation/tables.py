@@ -6,6 +6,7 @@ from typing import NamedTuple
 from hf_kvcache.evaluation.metrics import Interval
 from hf_kvcache.evaluation.results import CacheResult, Fidelity, Group, Results
 
+NOISE_FLOOR = "no cache (noise floor)"
 MOST_GROUPS = 20
 """Documents listed at most; the rest are in results.json."""
 
@@ -21,7 +22,8 @@ class Table(NamedTuple):
 
 def tables(results: Results) -> list[Table]:
     """Every table there are results for."""
-    return [*_statistics(results), *_groups(results)]
+    fidelity = [*_statistics(results), *_groups(results)] if "fidelity" in results.tasks else []
+    return [*fidelity]
 
 
 def markdown(table: Table) -> list[str]:
@@ -39,12 +41,12 @@ def markdown(table: Table) -> list[str]:
 
 def label(cache: CacheResult) -> str:
     """What a cache is called in tables and plots."""
-    return "no cache (noise floor)" if cache.declared == "uncached" else cache.spec
+    return NOISE_FLOOR if cache.declared == "uncached" else cache.spec
 
 
-def compared(results: Results) -> list[CacheResult]:
-    """What is set beside the reference: the noise floor, then the caches asked for."""
-    return [results.noise_floor, *results.caches]
+def scored(results: Results) -> list[tuple[str, Fidelity]]:
+    """What is set beside the reference: the noise floor, then the caches asked for; nothing if no text was scored."""
+    return [(label(of), of.scores) for of in (results.noise_floor, *results.caches) if of.scores]
 
 
 def spread(interval: Interval) -> str:
@@ -75,13 +77,13 @@ def _statistics(results: Results) -> Iterator[Table]:
         ),
         "largest logit difference": lambda of: f"{of.logit_difference_max:.2e}",
     }
-    caches = compared(results)
+    caches = scored(results)
     yield Table(
         "Every statistic",
         "Delta p is the change of the true token's probability. KL in nats; intervals drawn over windows, or over "
         "documents where it says so.",
-        ("statistic", *map(label, caches)),
-        tuple((name, *(write(of.fidelity) for of in caches)) for name, write in lines.items()),
+        ("statistic", *(name for name, _ in caches)),
+        tuple((name, *(write(of) for _, of in caches)) for name, write in lines.items()),
     )
 
 
@@ -106,16 +108,16 @@ def _groups(results: Results) -> Iterator[Table]:
         "By distance from the start": ("", lambda of: of.by_distance),
         "By document": ("", lambda of: of.by_document),
     }
-    caches = compared(results)
+    caches = scored(results)
     for title, (note, read) in kinds.items():
-        names = tuple(dict.fromkeys(group.name for cache in caches for group in read(cache.fidelity)))
-        found = [{group.name: group for group in read(cache.fidelity)} for cache in caches]
+        names = tuple(dict.fromkeys(group.name for _, of in caches for group in read(of)))
+        found = [{group.name: group for group in read(of)} for _, of in caches]
         rows = tuple((name, *(_group_cell(of.get(name)) for of in found)) for name in names[:MOST_GROUPS])
         left_out = f"{len(names) - MOST_GROUPS} more in results.json." if len(names) > MOST_GROUPS else ""
         yield Table(
             title,
             " ".join(filter(None, ("Mean KL (positions).", note, left_out))),
-            ("positions", *map(label, caches)),
+            ("positions", *(name for name, _ in caches)),
             rows,
         )
 

@@ -7,6 +7,8 @@ import toys
 
 from hf_kvcache.errors import ConfigError, InputError, SpecError
 from hf_kvcache.evaluation import ContradictionError, Protocol, evaluate
+from hf_kvcache.evaluation.report import main_table
+from hf_kvcache.evaluation.tasks import TASKS, parse_tasks
 
 SIZES = Protocol(window_tokens=60, prefill_tokens=12, chunk_tokens=8)
 
@@ -113,6 +115,25 @@ def test_requests_that_cannot_work_are_refused_before_anything_runs():
 def test_a_cache_that_cannot_run_here_is_refused_before_the_text_is_read():
     with pytest.raises(ConfigError, match="'toys:unable' cannot run on this model and machine: OSError: no device"):
         run("toys:unable")
+
+
+def test_only_what_was_asked_for_is_measured():
+    results = run("toys:rounded", tasks=["perplexity"])
+    assert results.tasks == ("perplexity",)
+    assert results.caches[0].proof_note == results.reference.proof_note == "the task exactness was not asked for"
+    headings = main_table(results).columns
+    assert "perplexity" in headings
+    assert "KL mean" not in headings
+    assert "float64 proof" not in headings
+
+
+def test_tasks_by_name():
+    assert parse_tasks(["all"]) == TASKS
+    assert parse_tasks(["exactness, perplexity", "exactness"]) == ("perplexity", "exactness")
+    with pytest.raises(InputError, match="did you mean 'fidelity'"):
+        parse_tasks(["fidelty"])
+    with pytest.raises(InputError, match="at least one task"):
+        parse_tasks([])
 
 
 def test_results_are_frozen():
