@@ -7,12 +7,14 @@ from hf_kvcache.evaluation.models import LoadedModel, load_model
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.report import write_report
 from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Fidelity, Proof, Results
+from hf_kvcache.evaluation.retrieval import Grid
 from hf_kvcache.evaluation.run import evaluate
 
 __all__ = [
     "CacheResult",
     "ContradictionError",
     "Fidelity",
+    "Grid",
     "LoadedModel",
     "Proof",
     "Protocol",

@@ -1,23 +1,27 @@
 """The command `hf-kvcache eval`."""
 
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_kvcache.errors import KVCacheError
+from hf_kvcache.errors import InputError, KVCacheError
 from hf_kvcache.evaluation.config import read_config
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.models import load_model
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.report import main_table, write_report
 from hf_kvcache.evaluation.results import ContradictionError, Results
+from hf_kvcache.evaluation.retrieval import Grid
 from hf_kvcache.evaluation.run import evaluate
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, TASKS
+
+Number = TypeVar("Number", int, float)
 
 
 class Dtype(str, Enum):
@@ -53,6 +57,8 @@ def evaluate_command(
     window: Annotated[int, typer.Option(help="Tokens a cache sees at most before it starts anew.")] = 2048,
     prefill: Annotated[int, typer.Option(help="Tokens of a window fed first, not scored.")] = 256,
     chunk: Annotated[int, typer.Option(help="Tokens per forward pass after that; 1 is true decoding.")] = 128,
+    lengths: Annotated[str, typer.Option(help="Retrieval: tokens of the prompts.")] = "512,1024",
+    depths: Annotated[str, typer.Option(help="Retrieval: places of the answer, 0 (start) to 1 (end).")] = "0,0.5,1",
     dtype: Annotated[Dtype, typer.Option(help="Working dtype.")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     output: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("results/eval"),
@@ -77,6 +83,7 @@ def evaluate_command(
             cache or ["paged"],
             tasks=task or DEFAULT_TASKS,
             protocol=protocol,
+            grid=Grid(_numbers(lengths, int), _numbers(depths, float)),
             max_tokens=max_tokens,
             seed=seed,
             dataset=dataset,
@@ -93,6 +100,14 @@ def evaluate_command(
     console.print(f"Report: {files[1]}", highlight=False)
     if results.failures:
         raise typer.Exit(1)
+
+
+def _numbers(text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Numbers separated by commas."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"expected numbers separated by commas, got {text!r}") from error
 
 
 def _table(results: Results) -> Table:

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hf_kvcache.evaluation.heatmaps import write_heatmap
 from hf_kvcache.evaluation.results import Results
 from hf_kvcache.evaluation.tables import label, scored
 
@@ -23,6 +24,8 @@ def write_plots(results: Results, folder: Path) -> list[Path]:
         draw(figure.add_subplot(), results)
         files.append(folder / f"{name}.png")
         figure.savefig(files[-1], dpi=150)
+    if results.reference.retrieval:
+        files.append(write_heatmap(results, folder))
     return files
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Fidelity, Results
+from hf_kvcache.evaluation.retrieval import mean
 from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
 
 Column: TypeAlias = tuple[str, Callable[[CacheResult], str]]
@@ -88,6 +89,9 @@ def _columns(results: Results) -> Iterator[Column]:
     if results.scored_tokens:
         yield "MiB held", lambda of: f"{of.bytes_held / 2**20:.2f}"
         yield "bytes/token", lambda of: f"{of.bytes_held / of.tokens_held:.0f}" if of.tokens_held else "-"
+    if "retrieval" in results.tasks:
+        yield "recall", lambda of: f"{mean(of.retrieval, lambda one: one.recall):.1%}" if of.retrieval else "-"
+        yield "gold p", lambda of: f"{mean(of.retrieval, lambda one: one.probability):.4f}" if of.retrieval else "-"
 
 
 def _of_fidelity(write: Callable[[Fidelity], str]) -> Callable[[CacheResult], str]:

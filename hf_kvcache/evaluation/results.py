@@ -135,6 +135,31 @@ class Fidelity:
     identical: bool
 
 
+class Trial(NamedTuple):
+    """One problem, read through one cache.
+
+    Attributes:
+        task: Kind of problem.
+        length_tokens: Length asked for; the prompt is as long as it can be within it.
+        prompt_tokens: Its tokens.
+        depth: Of the answer; None where it stands all over the text.
+        sample: Number of the problem at this length and depth.
+        recall: Share of the answers that occur in what the model wrote, ignoring case (RULER's rule).
+        probability: Of the right answer, the geometric mean over its tokens: it shows a difference long before, and on
+            models that are too weak for, any change of recall.
+        answer: What the model wrote.
+    """
+
+    task: str
+    length_tokens: int
+    prompt_tokens: int
+    depth: float | None
+    sample: int
+    recall: float
+    probability: float
+    answer: str
+
+
 class Difference(NamedTuple):
     """The largest logit difference of one way to feed the text against no cache, in float64."""
 
@@ -230,6 +255,7 @@ class CacheResult:
         proof_note: Why there is no proof, or empty.
         bytes_held: Bytes of all tensor storages the cache held at the end of the first window; 0 if no text was scored.
         tokens_held: Tokens fed to it by then.
+        retrieval: Every problem of the retrieval run; empty if it was not asked for.
         samples: Position by position, for plots and further statistics; None if no text was scored.
     """
 
@@ -243,6 +269,7 @@ class CacheResult:
     proof_note: str
     bytes_held: int
     tokens_held: int
+    retrieval: tuple[Trial, ...]
     samples: Samples | None = field(repr=False, compare=False, metadata={"name": None})
 
     @property

@@ -30,7 +30,9 @@ from hf_kvcache.evaluation.results import (
     Proof,
     Results,
     Samples,
+    Trial,
 )
+from hf_kvcache.evaluation.retrieval import Grid, measure_retrieval
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
 from hf_kvcache.evaluation.windows import Window, count_units, windows
 
@@ -108,6 +110,7 @@ def evaluate(
     *,
     tasks: Iterable[str] = DEFAULT_TASKS,
     protocol: Protocol | None = None,
+    grid: Grid | None = None,
     max_tokens: int = 8192,
     seed: int = 0,
     dataset: str = "",
@@ -124,6 +127,7 @@ def evaluate(
         caches: Specs, see `caches.py`.
         tasks: What to measure, see `tasks.py`.
         protocol: Window, prefill and chunk; the defaults of `Protocol` if None.
+        grid: Problems of the retrieval task; the defaults of `Grid` if None.
         max_tokens: Tokens to score at most.
         seed: Of bootstrap draws and sampled generation.
         dataset: Name of the text, for the record.
@@ -145,7 +149,12 @@ def evaluate(
         if "exactness" in chosen:
             proofs = _proofs(loaded.model, rows, first, seed, progress)
     figures = _figures(rows, positions, seed)
-    found = [_result(*of) for of in zip(rows, proofs, figures, strict=True)]
+    others = [row.spec for row in rows if row is not rows[1]]  # the noise floor is no cache
+    retrieval: list[tuple[Trial, ...]] = [()] * len(others)
+    if "retrieval" in chosen:
+        retrieval = measure_retrieval(loaded, others, grid or Grid(), protocol, seed, progress)
+    retrieval.insert(1, ())
+    found = [_result(*of) for of in zip(rows, proofs, figures, retrieval, strict=True)]
     results = Results(
         model=loaded.name,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -265,7 +274,7 @@ def _figures(rows: list[_Row], positions: Positions | None, seed: int) -> list[F
     return [fidelity(of, samples[0], samples[1], positions, seed) for of in samples]
 
 
-def _result(row: _Row, proof: Proof | str, figures: Fidelity | None) -> CacheResult:
+def _result(row: _Row, proof: Proof | str, figures: Fidelity | None, retrieval: tuple[Trial, ...]) -> CacheResult:
     found = proof if isinstance(proof, Proof) else None
     measured, failures = (
         (UNSCORED.get(row.declared, "unproven"), ())
@@ -283,5 +292,6 @@ def _result(row: _Row, proof: Proof | str, figures: Fidelity | None) -> CacheRes
         proof_note="" if found else str(proof),
         bytes_held=row.trace.bytes_held,
         tokens_held=row.trace.tokens_held,
+        retrieval=retrieval,
         samples=row.trace.samples() if figures else None,
     )

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from hf_kvcache.evaluation.metrics import Interval
 from hf_kvcache.evaluation.results import CacheResult, Fidelity, Group, Results
+from hf_kvcache.evaluation.retrieval import mean
 
 NOISE_FLOOR = "no cache (noise floor)"
 MOST_GROUPS = 20
@@ -23,7 +24,7 @@ class Table(NamedTuple):
 def tables(results: Results) -> list[Table]:
     """Every table there are results for."""
     fidelity = [*_statistics(results), *_groups(results)] if "fidelity" in results.tasks else []
-    return [*fidelity]
+    return [*fidelity, *_retrieval(results)]
 
 
 def markdown(table: Table) -> list[str]:
@@ -124,3 +125,32 @@ def _groups(results: Results) -> Iterator[Table]:
 
 def _group_cell(group: Group | None) -> str:
     return "-" if group is None else f"{group.kl_mean:.2e} ({group.positions:,})"
+
+
+def measured(results: Results) -> list[CacheResult]:
+    """The reference, then the caches asked for."""
+    return [results.reference, *results.caches]
+
+
+def _retrieval(results: Results) -> Iterator[Table]:
+    """One row for each kind of problem and length."""
+    caches = [of for of in measured(results) if of.retrieval]
+    if not caches:
+        return
+    kinds = dict.fromkeys((of.task, of.length_tokens) for of in results.reference.retrieval)
+    rows = [
+        (f"{task}, {length:,} tokens", *(_retrieval_cell(cache, task, length) for cache in caches))
+        for task, length in kinds
+    ]
+    yield Table(
+        "Retrieval",
+        "Share of the answers found in what the model wrote; in brackets the probability of the right answer, the "
+        "geometric mean over its tokens. Means over depths and samples.",
+        ("problem", *map(label, caches)),
+        tuple(rows),
+    )
+
+
+def _retrieval_cell(cache: CacheResult, task: str, length: int) -> str:
+    trials = [of for of in cache.retrieval if (of.task, of.length_tokens) == (task, length)]
+    return f"{mean(trials, lambda of: of.recall):.0%} ({mean(trials, lambda of: of.probability):.4f})"

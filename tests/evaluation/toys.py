@@ -103,6 +103,13 @@ class Unable(DynamicCache):
         raise OSError("no device")
 
 
+class Uncopyable(DynamicCache):
+    """Holds something that cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        raise TypeError("no copies")
+
+
 class Hollow(DynamicCache):
     """Stores nothing."""
 
@@ -140,6 +147,10 @@ def not_a_number(config: PreTrainedConfig) -> Cache:
 
 def unable(config: PreTrainedConfig) -> Cache:
     return Unable(config=config)
+
+
+def uncopyable(config: PreTrainedConfig) -> Cache:
+    return Uncopyable(config=config)
 
 
 def hollow(config: PreTrainedConfig) -> Cache:
