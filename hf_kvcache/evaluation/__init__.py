@@ -1,5 +1,6 @@
 """Say, with evidence, whether a cache is exact, and how far it is if not. For any transformers `Cache`."""
 
+from hf_kvcache.evaluation.agreement import Prompts
 from hf_kvcache.evaluation.caches import resolve_cache
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.memory import measured_bytes
@@ -16,6 +17,7 @@ __all__ = [
     "Fidelity",
     "Grid",
     "LoadedModel",
+    "Prompts",
     "Proof",
     "Protocol",
     "Results",

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_kvcache.errors import InputError, KVCacheError
+from hf_kvcache.evaluation.agreement import Prompts
 from hf_kvcache.evaluation.config import read_config
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.models import load_model
@@ -59,6 +60,9 @@ def evaluate_command(
     chunk: Annotated[int, typer.Option(help="Tokens per forward pass after that; 1 is true decoding.")] = 128,
     lengths: Annotated[str, typer.Option(help="Retrieval: tokens of the prompts.")] = "512,1024",
     depths: Annotated[str, typer.Option(help="Retrieval: places of the answer, 0 (start) to 1 (end).")] = "0,0.5,1",
+    prompts: Annotated[int, typer.Option(help="Generation: prompts.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Generation: tokens written after each.")] = 128,
+    contexts: Annotated[str, typer.Option(help="Cost: lengths of the history, in tokens.")] = "128,1024",
     dtype: Annotated[Dtype, typer.Option(help="Working dtype.")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     output: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("results/eval"),
@@ -83,6 +87,8 @@ def evaluate_command(
             cache or ["paged"],
             tasks=task or DEFAULT_TASKS,
             protocol=protocol,
+            prompts=Prompts(prompts, new_tokens=new_tokens),
+            contexts=_numbers(contexts, int),
             grid=Grid(_numbers(lengths, int), _numbers(depths, float)),
             max_tokens=max_tokens,
             seed=seed,

@@ -92,6 +92,13 @@ def _columns(results: Results) -> Iterator[Column]:
     if "retrieval" in results.tasks:
         yield "recall", lambda of: f"{mean(of.retrieval, lambda one: one.recall):.1%}" if of.retrieval else "-"
         yield "gold p", lambda of: f"{mean(of.retrieval, lambda one: one.probability):.4f}" if of.retrieval else "-"
+    if "generation" in results.tasks:
+        yield "same text", lambda of: f"{of.generation.same_text:.0%}" if of.generation else "-"
+        yield "tokens alike", lambda of: f"{of.generation.agreement_tokens:.1f}" if of.generation else "-"
+    if "cost" in results.tasks:
+        yield "first token, ms", lambda of: f"{of.cost.first_token_ms:,.0f}" if of.cost else "-"
+        yield "ms/token", lambda of: f"{of.cost.tokens[-1].milliseconds:.1f}" if of.cost and of.cost.tokens else "-"
+        yield "MiB peak", lambda of: f"{of.cost.peak_bytes / 2**20:.2f}" if of.cost else "-"
 
 
 def _of_fidelity(write: Callable[[Fidelity], str]) -> Callable[[CacheResult], str]:

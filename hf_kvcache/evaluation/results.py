@@ -160,6 +160,88 @@ class Trial(NamedTuple):
     answer: str
 
 
+class Output(NamedTuple):
+    """One continuation, against the reference's.
+
+    Attributes:
+        first_difference: New tokens before the first one that differs; None if all are the same.
+        margin: The reference's lead of its best logit over its second best there: near zero it was a tie. None if
+            all are the same.
+        repetition: Share of runs of 4 tokens that stood in the continuation before, 0 to 1.
+        nll_first_half: Mean -log p of its first half for the model without a cache, nats per token.
+        nll_second_half: The same of the second half.
+    """
+
+    first_difference: int | None
+    margin: float | None
+    repetition: float
+    nll_first_half: float
+    nll_second_half: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Greedy continuations with one cache, against the reference's.
+
+    Attributes:
+        new_tokens: Tokens written after each prompt.
+        same_text: Share of prompts with the same tokens throughout, 0 to 1.
+        agreement_tokens: Mean tokens before the first difference (all, where there is none).
+        repetition: Mean over the outputs.
+        drift: Mean of the second half's -log p minus the first half's, nats per token, for the model without a cache:
+            a text that leaves what the model would write rises.
+        outputs: Each prompt.
+    """
+
+    new_tokens: int
+    same_text: float
+    agreement_tokens: float
+    repetition: float
+    drift: float
+    outputs: tuple[Output, ...]
+
+
+class TokenCost(NamedTuple):
+    """One token more after a history.
+
+    Attributes:
+        context_tokens: Tokens of the history.
+        milliseconds: Median.
+        low: Lower quartile.
+        high: Upper quartile.
+        speedup: The reference's time divided by this cache's, median over rounds; above 1 is faster. None where the
+            reference was not timed in the same rounds.
+        bytes_held: Bytes of all tensor storages reachable from the cache at the end.
+    """
+
+    context_tokens: int
+    milliseconds: float
+    low: float
+    high: float
+    speedup: float | None
+    bytes_held: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time and bytes.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        first_token_ms: Median time of the prompt, until its logits are there.
+        prompt_tokens_per_second: Throughput of the prompt.
+        tokens: One token more, at several lengths of the history.
+        peak_bytes: The most bytes of tensors that live at once, beside the weights, while one token is read after the
+            prompt: what the cache holds, and what it and the model need meanwhile.
+    """
+
+    prompt_tokens: int
+    first_token_ms: float
+    prompt_tokens_per_second: float
+    tokens: tuple[TokenCost, ...]
+    peak_bytes: int
+
+
 class Difference(NamedTuple):
     """The largest logit difference of one way to feed the text against no cache, in float64."""
 
@@ -255,8 +337,10 @@ class CacheResult:
         proof_note: Why there is no proof, or empty.
         bytes_held: Bytes of all tensor storages the cache held at the end of the first window; 0 if no text was scored.
         tokens_held: Tokens fed to it by then.
-        retrieval: Every problem of the retrieval run; empty if it was not asked for.
         samples: Position by position, for plots and further statistics; None if no text was scored.
+        retrieval: Every problem of the retrieval task; empty if it was not asked for.
+        generation: Continuations against the reference's; None if not asked for.
+        cost: Time and bytes; None if not asked for.
     """
 
     spec: str
@@ -269,8 +353,10 @@ class CacheResult:
     proof_note: str
     bytes_held: int
     tokens_held: int
-    retrieval: tuple[Trial, ...]
     samples: Samples | None = field(repr=False, compare=False, metadata={"name": None})
+    retrieval: tuple[Trial, ...] = ()
+    generation: Agreement | None = None
+    cost: Cost | None = None
 
     @property
     def fidelity(self) -> Fidelity:

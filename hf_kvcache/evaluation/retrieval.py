@@ -101,15 +101,10 @@ def measure_retrieval(
         found: Told the trials of each problem.
 
     Raises:
-        InputError: A length is more than the model has positions for, or too short for a problem.
+        InputError: A length is too short for a problem.
     """
     prompts = list(_prompts(loaded, grid, seed))
     longest = max(_tokens(of) for of in prompts)
-    positions = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        raise InputError(
-            f"{max(grid.lengths_tokens):,} tokens and an answer are more than the {positions:,} positions of this model"
-        )
     builds = [resolve_cache(spec, longest) for spec in specs]
     trials: list[list[Trial]] = []
     for number, prompt in enumerate(tqdm(prompts, unit=" problems", desc="retrieval", disable=not progress)):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -14,7 +14,9 @@ from transformers.cache_utils import Cache
 
 from hf_kvcache.errors import ConfigError, InputError, KVCacheError
 from hf_kvcache.evaluation import metrics
+from hf_kvcache.evaluation.agreement import Prompts, measure_generation
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
+from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
 from hf_kvcache.evaluation.fidelity import fidelity
@@ -30,7 +32,6 @@ from hf_kvcache.evaluation.results import (
     Proof,
     Results,
     Samples,
-    Trial,
 )
 from hf_kvcache.evaluation.retrieval import Grid, measure_retrieval
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
@@ -111,6 +112,8 @@ def evaluate(
     tasks: Iterable[str] = DEFAULT_TASKS,
     protocol: Protocol | None = None,
     grid: Grid | None = None,
+    prompts: Prompts | None = None,
+    contexts: Sequence[int] = CONTEXTS,
     max_tokens: int = 8192,
     seed: int = 0,
     dataset: str = "",
@@ -128,6 +131,8 @@ def evaluate(
         tasks: What to measure, see `tasks.py`.
         protocol: Window, prefill and chunk; the defaults of `Protocol` if None.
         grid: Problems of the retrieval task; the defaults of `Grid` if None.
+        prompts: Of the generation task; the defaults of `Prompts` if None.
+        contexts: Lengths of the history at which the cost task times a token.
         max_tokens: Tokens to score at most.
         seed: Of bootstrap draws and sampled generation.
         dataset: Name of the text, for the record.
@@ -139,7 +144,11 @@ def evaluate(
     """
     started = time.perf_counter()
     protocol, chosen = protocol or Protocol(), parse_tasks(tasks)
-    _check(loaded.model, caches, protocol)
+    grid, prompts = grid or Grid(), prompts or Prompts()
+    needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) else {}
+    needed |= {"a retrieval prompt": max(grid.lengths_tokens)} if "retrieval" in chosen else {}
+    needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}
+    _check(loaded.model, caches, needed)
     rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
     positions, proofs = None, [NOT_ASKED] * len(rows)
     if needs_scoring(chosen):
@@ -149,12 +158,18 @@ def evaluate(
         if "exactness" in chosen:
             proofs = _proofs(loaded.model, rows, first, seed, progress)
     figures = _figures(rows, positions, seed)
-    others = [row.spec for row in rows if row is not rows[1]]  # the noise floor is no cache
-    retrieval: list[tuple[Trial, ...]] = [()] * len(others)
+    reference, floor, *found = [_result(*of) for of in zip(rows, proofs, figures, strict=True)]
+    measured = [reference, *found]
+    specs = [of.spec for of in measured]
     if "retrieval" in chosen:
-        retrieval = measure_retrieval(loaded, others, grid or Grid(), protocol, seed, progress)
-    retrieval.insert(1, ())
-    found = [_result(*of) for of in zip(rows, proofs, figures, retrieval, strict=True)]
+        trials = measure_retrieval(loaded, specs, grid, protocol, seed, progress)
+        measured = [replace(of, retrieval=its) for of, its in zip(measured, trials, strict=True)]
+    if "generation" in chosen:
+        written = measure_generation(loaded, documents, specs, prompts, progress)
+        measured = [replace(of, generation=its) for of, its in zip(measured, written, strict=True)]
+    if "cost" in chosen:
+        costs = measure_cost(loaded, specs, contexts, seed, progress)
+        measured = [replace(of, cost=its) for of, its in zip(measured, costs, strict=True)]
     results = Results(
         model=loaded.name,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
@@ -164,9 +179,9 @@ def evaluate(
         windows=0 if positions is None else len(positions.lengths),
         scored_tokens=0 if positions is None else len(positions.targets),
         seed=seed,
-        reference=found[0],
-        noise_floor=found[1],
-        caches=tuple(found[2:]),
+        reference=measured[0],
+        noise_floor=floor,
+        caches=tuple(measured[1:]),
         environment=environment(loaded.model),
         seconds=time.perf_counter() - started,
         positions=positions,
@@ -176,16 +191,16 @@ def evaluate(
     return results
 
 
-def _check(model: PreTrainedModel, caches: Sequence[str], protocol: Protocol) -> None:
+def _check(model: PreTrainedModel, caches: Sequence[str], needed: dict[str, int]) -> None:
+    """Refuse what cannot work; `needed` are the tokens that each part of the run takes."""
     if not caches:
         raise InputError("give at least one cache to evaluate, for example 'paged'")
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder; the evaluation scores decoder-only models")
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and protocol.window_tokens > longest:
-        raise InputError(
-            f"a window of {protocol.window_tokens} tokens is more than the {longest} positions of this model"
-        )
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for what, tokens in needed.items():
+        if positions is not None and tokens > positions:
+            raise InputError(f"{what} of {tokens:,} tokens is more than the {positions:,} positions of this model")
 
 
 def _row(spec: str, protocol: Protocol, model: PreTrainedModel) -> _Row:
@@ -274,7 +289,7 @@ def _figures(rows: list[_Row], positions: Positions | None, seed: int) -> list[F
     return [fidelity(of, samples[0], samples[1], positions, seed) for of in samples]
 
 
-def _result(row: _Row, proof: Proof | str, figures: Fidelity | None, retrieval: tuple[Trial, ...]) -> CacheResult:
+def _result(row: _Row, proof: Proof | str, figures: Fidelity | None) -> CacheResult:
     found = proof if isinstance(proof, Proof) else None
     measured, failures = (
         (UNSCORED.get(row.declared, "unproven"), ())
@@ -292,6 +307,5 @@ def _result(row: _Row, proof: Proof | str, figures: Fidelity | None, retrieval: 
         proof_note="" if found else str(proof),
         bytes_held=row.trace.bytes_held,
         tokens_held=row.trace.tokens_held,
-        retrieval=retrieval,
         samples=row.trace.samples() if figures else None,
     )

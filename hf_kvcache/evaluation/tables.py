@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hf_kvcache.evaluation.metrics import Interval
-from hf_kvcache.evaluation.results import CacheResult, Fidelity, Group, Results
+from hf_kvcache.evaluation.results import CacheResult, Cost, Fidelity, Group, Results
 from hf_kvcache.evaluation.retrieval import mean
 
 NOISE_FLOOR = "no cache (noise floor)"
@@ -24,7 +24,7 @@ class Table(NamedTuple):
 def tables(results: Results) -> list[Table]:
     """Every table there are results for."""
     fidelity = [*_statistics(results), *_groups(results)] if "fidelity" in results.tasks else []
-    return [*fidelity, *_retrieval(results)]
+    return [*fidelity, *_retrieval(results), *_generation(results), *_cost(results)]
 
 
 def markdown(table: Table) -> list[str]:
@@ -154,3 +154,65 @@ def _retrieval(results: Results) -> Iterator[Table]:
 def _retrieval_cell(cache: CacheResult, task: str, length: int) -> str:
     trials = [of for of in cache.retrieval if (of.task, of.length_tokens) == (task, length)]
     return f"{mean(trials, lambda of: of.recall):.0%} ({mean(trials, lambda of: of.probability):.4f})"
+
+
+def _generation(results: Results) -> Iterator[Table]:
+    """One row a cache."""
+    rows = [(of, of.generation) for of in measured(results) if of.generation]
+    if not rows:
+        return
+    new_tokens = rows[0][1].new_tokens
+    yield Table(
+        "Generation",
+        f"Greedy, {new_tokens:,} tokens after each of {len(rows[0][1].outputs)} prompts. Margins: the reference's "
+        "lead of best over second best logit at each first difference; near zero it was a tie. Repetition: share of "
+        "runs of 4 tokens that came before. Drift: -log p of the second half minus that of the first, without a cache.",
+        ("cache", "same text", "tokens before a difference", "margins there", "repetition", "drift, nats"),
+        tuple(
+            (
+                label(cache),
+                f"{of.same_text:.0%}",
+                f"{of.agreement_tokens:.1f}",
+                ", ".join(f"{one.margin:.2g}" for one in of.outputs if one.margin is not None) or "-",
+                f"{of.repetition:.1%}",
+                f"{of.drift:+.3f}",
+            )
+            for cache, of in rows
+        ),
+    )
+
+
+def _cost(results: Results) -> Iterator[Table]:
+    """One row a cache; time and bytes of one token more at each length."""
+    rows = [(of, of.cost) for of in measured(results) if of.cost]
+    if not rows:
+        return
+    contexts = [of.context_tokens for of in rows[0][1].tokens]
+    prompt = rows[0][1].prompt_tokens
+    yield Table(
+        "Cost",
+        "Medians; in brackets how many times faster than the reference, round by round. Peak: most bytes of tensors "
+        f"alive at once, beside the weights, while one token is read after the prompt of {prompt:,}.",
+        (
+            "cache",
+            f"first token of {prompt:,}, ms",
+            "prompt tokens/s",
+            *(f"ms/token after {of:,}" for of in contexts),
+            *(f"MiB held after {of:,}" for of in contexts),
+            "MiB peak",
+        ),
+        tuple((label(cache), *_cost_cells(of, contexts)) for cache, of in rows),
+    )
+
+
+def _cost_cells(cost: Cost, contexts: Sequence[int]) -> Iterator[str]:
+    found = {of.context_tokens: of for of in cost.tokens}  # without a cache, long contexts are not timed
+    yield f"{cost.first_token_ms:,.0f}"
+    yield f"{cost.prompt_tokens_per_second:,.0f}"
+    for context in contexts:
+        of = found.get(context)
+        speed = "" if of is None or of.speedup is None else f" ({of.speedup:.2f}x)"
+        yield "-" if of is None else f"{of.milliseconds:.1f}{speed}"
+    for context in contexts:
+        yield f"{found[context].bytes_held / 2**20:.2f}" if context in found else "-"
+    yield f"{cost.peak_bytes / 2**20:.2f}"

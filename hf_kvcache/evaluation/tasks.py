@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 from hf_kvcache.errors import InputError
 
-Task: TypeAlias = Literal["perplexity", "fidelity", "exactness", "retrieval"]
+Task: TypeAlias = Literal["perplexity", "fidelity", "exactness", "retrieval", "generation", "cost"]
 """Perplexity and fidelity come from one pass over the text; exactness adds the proof in float64."""
 
 TASKS: tuple[Task, ...] = get_args(Task)

@@ -110,5 +110,5 @@ def test_grids_that_make_no_sense(sizes, message):
 
 
 def test_texts_longer_than_the_model_are_refused():
-    with pytest.raises(InputError, match="more than the 512 positions"):
-        measure_retrieval(toys.loaded(), ["dynamic"], Grid((700,), (0.5,)), SIZES, progress=False)
+    with pytest.raises(InputError, match="a retrieval prompt of 700 tokens is more than the 512 positions"):
+        evaluate(toys.loaded(), [toys.TEXT], ["dynamic"], tasks=["retrieval"], grid=Grid((700,)), progress=False)
