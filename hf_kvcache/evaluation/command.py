@@ -21,6 +21,7 @@ from hf_kvcache.evaluation.results import ContradictionError, Results
 from hf_kvcache.evaluation.retrieval import Grid
 from hf_kvcache.evaluation.run import evaluate
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, TASKS
+from hf_kvcache.evaluation.verdicts import verdict_line
 
 Number = TypeVar("Number", int, float)
 
@@ -101,6 +102,8 @@ def evaluate_command(
         raise typer.Exit(2) from error
     files = write_report(results, output)
     console.print(_table(results))
+    for found in results.caches:
+        console.print(verdict_line(found, results.reference), highlight=False, markup=False)
     for failure in results.failures:
         console.print(f"[bold red]FAILED[/bold red] {failure}", highlight=False)
     console.print(f"Report: {files[1]}", highlight=False)

@@ -9,8 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_kvcache.evaluation.heatmaps import write_heatmap
-from hf_kvcache.evaluation.results import Results
-from hf_kvcache.evaluation.tables import label, scored
+from hf_kvcache.evaluation.results import CacheResult, Results
+from hf_kvcache.evaluation.tables import label, measured, scored
+from hf_kvcache.evaluation.verdicts import pareto_front
 
 SMALLEST_KL = 1e-16
 """Where a logarithmic axis ends: a divergence of zero is drawn here."""
@@ -33,6 +34,8 @@ def _chosen(results: Results) -> dict[str, Callable[[Axes, Results], None]]:
     plots: dict[str, Callable[[Axes, Results], None]] = {}
     if "fidelity" in results.tasks:
         plots |= {"kl": _divergence, "bytes": _bytes}
+    if "fidelity" in results.tasks and "cost" in results.tasks:
+        plots |= {"speed": _speed}
     if "perplexity" in results.tasks:
         plots |= {"perplexity": _perplexity}
     return plots
@@ -77,20 +80,38 @@ def _perplexity(axes: Axes, results: Results) -> None:
 
 
 def _bytes(axes: Axes, results: Results) -> None:
-    """Bytes held against mean divergence: down and to the left is better."""
+    """Bytes held against mean divergence."""
+    xlabel = f"MiB held after {results.reference.tokens_held:,} tokens"
+    _pareto(axes, results, lambda cache: cache.bytes_held / 2**20, xlabel, "Memory against fidelity")
+
+
+def _speed(axes: Axes, results: Results) -> None:
+    """Time of a token against mean divergence."""
+    contexts = [of.context_tokens for of in results.reference.cost.tokens] if results.reference.cost else []
+    xlabel = f"milliseconds per token after {contexts[-1]:,} tokens" if contexts else ""
+    _pareto(axes, results, _milliseconds, xlabel, "Speed against fidelity")
+
+
+def _milliseconds(cache: CacheResult) -> float:
+    """At the longest history; without a cache that is not measured."""
+    return cache.cost.tokens[-1].milliseconds if cache.cost and cache.cost.tokens else math.nan
+
+
+def _pareto(axes: Axes, results: Results, cost: Callable[[CacheResult], float], xlabel: str, title: str) -> None:
+    """A cost against mean divergence: down and to the left is better. The line joins what nothing beats."""
     floor = max(results.noise_floor.fidelity.kl_mean.value, SMALLEST_KL)
-    found = [(cache, max(cache.fidelity.kl_mean.value, SMALLEST_KL)) for cache in (results.reference, *results.caches)]
+    caches = [of for of in measured(results) if math.isfinite(cost(of)) and of.declared != "uncached"]
+    points = [(cost(of), max(of.fidelity.kl_mean.value, SMALLEST_KL)) for of in caches]
     # Before anything is drawn: caches that are all exact would leave the axis no height.
-    axes.set_ylim(SMALLEST_KL / 3, 3 * max(floor, *(of for _, of in found if math.isfinite(of))))
-    for cache, divergence in found:
-        axes.plot([cache.bytes_held / 2**20], [divergence], "o", label=label(cache))
+    axes.set_ylim(SMALLEST_KL / 3, 10 * max(floor, *(y for _, y in points if math.isfinite(y))))
+    for place, (cache, (x, y)) in enumerate(zip(caches, points, strict=True)):
+        # Caches that cost the same lie on each other: the first are drawn larger.
+        axes.plot([x], [y], "o", markersize=max(5, 11 - 2 * place), label=label(cache))
+    # Below the noise floor no cache is better than another.
+    front = pareto_front([(x, max(y, floor)) for x, y in points])
+    axes.step(*zip(*(points[at] for at in front), strict=True), color="tab:gray", linewidth=1, where="post", zorder=0)
     axes.axhline(floor, color="tab:gray", linestyle="--", label="noise floor")
-    axes.set(
-        yscale="log",
-        xlabel=f"MiB held after {results.reference.tokens_held:,} tokens",
-        ylabel="mean KL, nats (zero drawn at 1e-16)",
-        title="Memory against fidelity",
-    )
+    axes.set(yscale="log", xlabel=xlabel, ylabel="mean KL, nats (zero drawn at 1e-16)", title=title)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()

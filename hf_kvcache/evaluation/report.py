@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Fidelity, Results
 from hf_kvcache.evaluation.retrieval import mean
 from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
+from hf_kvcache.evaluation.verdicts import verdict, verdict_line
+
+__all__ = ["as_json", "as_markdown", "main_table", "verdict", "write_report"]
 
 Column: TypeAlias = tuple[str, Callable[[CacheResult], str]]
 """A heading, and what stands below it."""
@@ -105,21 +108,6 @@ def _of_fidelity(write: Callable[[Fidelity], str]) -> Callable[[CacheResult], st
     return lambda of: "-" if of.scores is None else write(of.scores)
 
 
-def verdict(cache: CacheResult) -> str:
-    """The class in a few words, with a mark where the claim and the measurement part."""
-    if cache.failures:
-        return f"FAILED (declares {cache.declared})"
-    refused = len(cache.proof.refusals) if cache.proof else 0
-    words = {
-        "bitwise": "exact, bitwise",
-        "rounding": "exact up to rounding",
-        "approximate": "approximate",
-        "unproven": "not proven",
-        "uncached": "no cache",
-    }
-    return words[cache.measured] + (f" ({refused} modes refused)" if refused else "")
-
-
 def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
     """The report for people."""
     lines = [
@@ -128,6 +116,8 @@ def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
         *(f"- **FAILED** {failure}" for failure in results.failures),
         *([""] if results.failures else []),
         _sizes(results),
+        "",
+        *(f"- {verdict_line(cache, results.reference)}" for cache in results.caches),
         "",
         *markdown(main_table(results)),
         *(line for name in plots for line in (f"![{name}]({name})", "")),

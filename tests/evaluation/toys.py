@@ -75,6 +75,35 @@ class Rounded(ToyCache):
         return states.to(torch.bfloat16).to(states.dtype)
 
 
+class RandomEviction(ToyCache):
+    """The negative control: half of the old tokens, drawn at random, read as nothing."""
+
+    exactness = Claim("approximate", "keeps half of the tokens, at random")
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        old = states.shape[-2] - new
+        kept = torch.rand(old, generator=torch.Generator().manual_seed(old)) < 0.5
+        kept = torch.cat([kept, torch.ones(new, dtype=torch.bool)])
+        return states * kept[:, None].to(states)
+
+
+class PlantedError(ToyCache):
+    """The old keys and values of one layer are off by 1e-3 of themselves."""
+
+    exactness = Claim("approximate", "an error of 1e-3 in layer 1")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        self.now = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        if self.now != 1 or states.shape[-2] == new:
+            return states
+        states = states.clone()
+        states[..., :-new, :] *= 1 + 1e-3
+        return states
+
+
 class Idle(ToyCache):
     """Calls itself approximate and changes nothing."""
 
@@ -131,6 +160,14 @@ def truncated(config: PreTrainedConfig) -> Cache:
 
 def rounded(config: PreTrainedConfig) -> Cache:
     return Rounded(config=config)
+
+
+def random_eviction(config: PreTrainedConfig) -> Cache:
+    return RandomEviction(config=config)
+
+
+def planted_error(config: PreTrainedConfig) -> Cache:
+    return PlantedError(config=config)
 
 
 def idle(config: PreTrainedConfig) -> Cache:
