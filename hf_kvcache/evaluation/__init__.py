@@ -1,6 +1,7 @@
 """Say, with evidence, whether a cache is exact, and how far it is if not. For any transformers `Cache`."""
 
 from hf_kvcache.evaluation.agreement import Prompts
+from hf_kvcache.evaluation.attribution import Part, attribute
 from hf_kvcache.evaluation.caches import resolve_cache
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.memory import measured_bytes
@@ -17,10 +18,12 @@ __all__ = [
     "Fidelity",
     "Grid",
     "LoadedModel",
+    "Part",
     "Prompts",
     "Proof",
     "Protocol",
     "Results",
+    "attribute",
     "evaluate",
     "load_model",
     "load_text",

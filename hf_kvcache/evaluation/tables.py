@@ -62,7 +62,7 @@ def _statistics(results: Results) -> Iterator[Table]:
         "the same, over documents": lambda of: (
             f"{of.nll_difference_over_documents.value:+.2e}{spread(of.nll_difference_over_documents)}"
         ),
-        "word perplexity": lambda of: f"{of.word_perplexity.value:.4f}",
+        "word perplexity": lambda of: f"{of.word_perplexity.value:,.6g}",
         "byte perplexity": lambda of: f"{of.byte_perplexity.value:.5f}",
         "bits per byte": lambda of: f"{of.bits_per_byte.value:.5f}",
         "KL mean": lambda of: f"{of.kl_mean.value:.2e}{spread(of.kl_mean)}",

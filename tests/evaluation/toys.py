@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG002 - the signatures are those of transformers
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,23 @@ class RandomEviction(ToyCache):
         return states * kept[:, None].to(states)
 
 
+class BoastingEviction(RandomEviction):
+    """The negative control, calling itself exact."""
+
+    exactness = Claim("rounding", "a lie")
+
+
+class Bits(ToyCache):
+    """The history is read back in few bits a number, with a scale for each token and head."""
+
+    exactness = Claim("approximate", "few bits")
+    bits = 0
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        scale = states.abs().amax(dim=-1, keepdim=True) / (2 ** (self.bits - 1) - 1)
+        return (states / scale).round() * scale
+
+
 class PlantedError(ToyCache):
     """The old keys and values of one layer are off by 1e-3 of themselves."""
 
@@ -123,6 +141,13 @@ class NotANumber(ToyCache):
 
     def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
         return states * float("nan") if states.shape[-2] > new else states
+
+
+class Shortened(ToyCache):
+    """Gives back the newest 10 tokens only."""
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        return states[..., -10:, :]
 
 
 class Unable(DynamicCache):
@@ -166,6 +191,22 @@ def random_eviction(config: PreTrainedConfig) -> Cache:
     return RandomEviction(config=config)
 
 
+def boasting_eviction(config: PreTrainedConfig) -> Cache:
+    return BoastingEviction(config=config)
+
+
+def _few_bits(bits: int) -> Callable[[PreTrainedConfig], Cache]:
+    def build(config: PreTrainedConfig) -> Cache:
+        cache = Bits(config=config)
+        cache.bits = bits
+        return cache
+
+    return build
+
+
+bits3, bits4, bits5, bits6, bits7 = map(_few_bits, (3, 4, 5, 6, 7))
+
+
 def planted_error(config: PreTrainedConfig) -> Cache:
     return PlantedError(config=config)
 
@@ -180,6 +221,10 @@ def boaster(config: PreTrainedConfig) -> Cache:
 
 def not_a_number(config: PreTrainedConfig) -> Cache:
     return NotANumber(config=config)
+
+
+def shortened(config: PreTrainedConfig) -> Cache:
+    return Shortened(config=config)
 
 
 def unable(config: PreTrainedConfig) -> Cache:
