@@ -25,8 +25,8 @@ def everything():
 
 def test_one_line_says_everything(everything):
     static, rounded, _ = (verdict_line(of, everything.reference) for of in everything.caches)
-    assert static.startswith("static: exact up to rounding; KL ")
-    for part in ("[", "perplexity ", "x the bytes after 59 tokens", "ms a token after 30", "x the peak", "gold p"):
+    assert static.startswith("static: exact up to rounding")  # the oldest transformers refuses it a mode
+    for part in ("; KL ", "[", "perplexity ", "x the bytes after 59 tokens", "ms a token after 30", "x the peak", "gold p"):
         assert part in static
     assert "100% of texts the same" in static
     assert rounded.startswith("toys:rounded: approximate, ")
