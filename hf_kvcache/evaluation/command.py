@@ -94,6 +94,7 @@ def evaluate_command(
             max_tokens=max_tokens,
             seed=seed,
             dataset=dataset,
+            folder=output,
         )
     except ContradictionError as error:
         results = error.results

@@ -25,19 +25,25 @@ _LEGEND = (
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:
-    """Write results.json, report.md and the plots into `folder`, made if missing; gives them in that order.
+    """Write everything into `folder`, made if missing; gives the files.
 
-    The numbers are written first: a plot that fails loses nothing.
+    In this order: results.json, report.md, report.html, samples.parquet if text was scored, and the plots. The numbers
+    are written first: a plot that fails loses nothing.
     """
+    from hf_kvcache.evaluation.html import as_html
+    from hf_kvcache.evaluation.parquet import write_samples
     from hf_kvcache.evaluation.plots import write_plots
 
     folder.mkdir(parents=True, exist_ok=True)
     numbers, text = folder / "results.json", folder / "report.md"
     numbers.write_text(json.dumps(as_json(results), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     text.write_text(as_markdown(results, ()), encoding="utf-8")
+    page = folder / "report.html"
+    page.write_text(as_html(results, _sizes(results), main_table(results), _proofs(results)), encoding="utf-8")
+    samples = [write_samples(results, folder / "samples.parquet")] if results.positions else []
     plots = write_plots(results, folder)
     text.write_text(as_markdown(results, [plot.name for plot in plots]), encoding="utf-8")
-    return [numbers, text, *plots]
+    return [numbers, text, page, *samples, *plots]
 
 
 def as_json(results: Results) -> dict[str, Any]:

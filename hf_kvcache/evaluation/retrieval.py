@@ -1,5 +1,6 @@
 """Can what stands somewhere in a long text still be found? Length by depth, read through the cache."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +15,7 @@ from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation import metrics, needles, tracing
 from hf_kvcache.evaluation.caches import Build, resolve_cache
 from hf_kvcache.evaluation.haystack import Make, Problem, fit
+from hf_kvcache.evaluation.journal import Journal
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.reader import Reader
@@ -84,8 +86,7 @@ def measure_retrieval(
     protocol: Protocol,
     seed: int = 0,
     progress: bool = True,
-    known: Callable[[int], list[Trial] | None] = lambda _: None,
-    found: Callable[[int, list[Trial]], object] = lambda *_: None,
+    journal: Journal | None = None,
 ) -> list[tuple[Trial, ...]]:
     """Put every problem of the grid to every cache; one tuple of trials for each of `specs`.
 
@@ -97,8 +98,7 @@ def measure_retrieval(
             that it reads the context through the cache.
         seed: Of the problems.
         progress: Whether to show a progress bar.
-        known: Gives the trials of a problem, by its number, that were finished earlier; None if they were not.
-        found: Told the trials of each problem.
+        journal: Where finished problems are kept, and found after an interruption.
 
     Raises:
         InputError: A length is too short for a problem.
@@ -108,8 +108,13 @@ def measure_retrieval(
     builds = [resolve_cache(spec, longest) for spec in specs]
     trials: list[list[Trial]] = []
     for number, prompt in enumerate(tqdm(prompts, unit=" problems", desc="retrieval", disable=not progress)):
-        row = known(number) or [_try(loaded, build, prompt, protocol) for build in builds]
-        found(number, row)
+        kept = journal.load(f"problem-{number}") if journal else None
+        if kept is None:
+            row = [_try(loaded, build, prompt, protocol) for build in builds]
+            if journal:
+                journal.save(f"problem-{number}", json.dumps(row).encode())
+        else:
+            row = [Trial(*of) for of in json.loads(kept)]
         trials.append(row)
     return [tuple(column) for column in zip(*trials, strict=True)]
 

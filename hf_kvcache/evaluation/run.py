@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
 from hf_kvcache.evaluation.fidelity import fidelity
+from hf_kvcache.evaluation.journal import Journal, pack, unpack
 from hf_kvcache.evaluation.memory import measured_bytes
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.protocols import Protocol, Scored, forward, stream
@@ -81,14 +83,14 @@ class _Shared:
     """What is collected about the text on the way."""
 
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
-    counts: list[tuple[int, int, int]] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
 
     def add(self, **values: Tensor) -> None:
         for name, of in values.items():
             self.columns.setdefault(name, []).append(of.cpu())
 
     def positions(self) -> Positions:
-        lengths, words, bytes_ = np.asarray(self.counts).T
+        lengths, words, bytes_ = torch.stack(self.counts).numpy().T
         columns = {name: torch.cat(pieces).numpy() for name, pieces in self.columns.items()}
         return Positions(**columns, lengths=lengths, words=words, bytes=bytes_)
 
@@ -117,6 +119,7 @@ def evaluate(
     max_tokens: int = 8192,
     seed: int = 0,
     dataset: str = "",
+    folder: Path | None = None,
     progress: bool = True,
 ) -> Results:
     """Evaluate caches on a model and a text, against `DynamicCache` in the same dtype and against no cache.
@@ -136,6 +139,8 @@ def evaluate(
         max_tokens: Tokens to score at most.
         seed: Of bootstrap draws and sampled generation.
         dataset: Name of the text, for the record.
+        folder: Where finished windows and retrieval problems are kept while it runs: the same call after an
+            interruption goes on from them. None keeps nothing.
         progress: Whether to show progress bars.
 
     Raises:
@@ -150,11 +155,12 @@ def evaluate(
     needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}
     _check(loaded.model, caches, needed)
     rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
+    journal = Journal(folder, _request(loaded, rows, protocol, grid, max_tokens=max_tokens, seed=seed, dataset=dataset))
     positions, proofs = None, [NOT_ASKED] * len(rows)
     if needs_scoring(chosen):
         texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
         with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
-            first, positions = _measure(loaded, rows, texts, protocol, bar.update)
+            first, positions = _measure(loaded, rows, texts, protocol, journal, bar.update)
         if "exactness" in chosen:
             proofs = _proofs(loaded.model, rows, first, seed, progress)
     figures = _figures(rows, positions, seed)
@@ -162,7 +168,7 @@ def evaluate(
     measured = [reference, *found]
     specs = [of.spec for of in measured]
     if "retrieval" in chosen:
-        trials = measure_retrieval(loaded, specs, grid, protocol, seed, progress)
+        trials = measure_retrieval(loaded, specs, grid, protocol, seed, progress, journal)
         measured = [replace(of, retrieval=its) for of, its in zip(measured, trials, strict=True)]
     if "generation" in chosen:
         written = measure_generation(loaded, documents, specs, prompts, progress)
@@ -186,9 +192,22 @@ def evaluate(
         seconds=time.perf_counter() - started,
         positions=positions,
     )
+    journal.close()
     if results.failures:
         raise ContradictionError(results)
     return results
+
+
+def _request(loaded: LoadedModel, rows: list[_Row], protocol: Protocol, grid: Grid, **others: Any) -> dict[str, Any]:
+    """Everything that decides about a window's figures: what was asked for, and where it is computed."""
+    weights = sum(of.numel() for of in loaded.model.parameters())
+    return {
+        "model": (loaded.name, str(loaded.model.dtype), weights),
+        "caches": [row.spec for row in rows],
+        "sizes": (str(protocol), str(grid)),
+        "environment": environment(loaded.model),
+        **others,
+    }
 
 
 def _check(model: PreTrainedModel, caches: Sequence[str], needed: dict[str, int]) -> None:
@@ -232,29 +251,59 @@ def _measure(
     rows: list[_Row],
     texts: Iterable[Window],
     protocol: Protocol,
+    journal: Journal,
     advance: Callable[[int], object],
 ) -> tuple[Tensor, Positions]:
     """Score all windows through all caches. Gives the first window, and what all caches share."""
     shared = _Shared()
     first = torch.empty(0, dtype=torch.long)
-    for ids, documents in texts:
-        made = [row.build(loaded.model.config) for row in rows]
-        for chunks in zip(*(stream(loaded.model, cache, ids, protocol) for cache in made), strict=True):
-            places = torch.arange(len(chunks[0].targets)) + chunks[0].first_position
-            shared.add(targets=chunks[0].targets, distances=places, documents=documents[places])
-            _compare(chunks, rows, shared)
-            advance(len(places))
-        if not shared.counts:
-            first = ids
-            for row, cache in zip(rows, made, strict=True):
-                row.trace.bytes_held = measured_bytes(cache)
-                row.trace.tokens_held = 0 if cache is None else len(ids) - 1
-        scored = len(ids) - 1 - protocol.prefill_tokens
-        shared.counts.append((scored, *count_units(ids, loaded.tokenizer, protocol)))
+    for number, window in enumerate(texts):
+        first = first if number else window.ids
+        kept = journal.load(f"window-{number}")
+        arrays = unpack(kept) if kept else {}
+        if np.array_equal(arrays.get("shared.targets", ()), window.ids[protocol.prefill_tokens + 1 :]):
+            advance(len(arrays["shared.targets"]))
+        else:  # not there, or of another text
+            arrays = _score(loaded, rows, window, protocol, advance)
+            journal.save(f"window-{number}", pack(arrays))
+        _collect(arrays, rows, shared)
     return first, shared.positions()
 
 
-def _compare(chunks: tuple[Scored, ...], rows: list[_Row], shared: _Shared) -> None:
+def _score(
+    loaded: LoadedModel, rows: list[_Row], window: Window, protocol: Protocol, advance: Callable[[int], object]
+) -> dict[str, np.ndarray]:
+    """Score one window through all caches: everything that is known about it, by name."""
+    traces, shared = [Trace() for _ in rows], _Shared()
+    made = [row.build(loaded.model.config) for row in rows]
+    for chunks in zip(*(stream(loaded.model, cache, window.ids, protocol) for cache in made), strict=True):
+        places = torch.arange(len(chunks[0].targets)) + chunks[0].first_position
+        shared.add(targets=chunks[0].targets, distances=places, documents=window.documents[places])
+        _compare(chunks, traces, shared)
+        advance(len(places))
+    columns = {"shared": shared.columns} | {str(place): of.columns for place, of in enumerate(traces)}
+    scored = len(window.ids) - 1 - protocol.prefill_tokens
+    return {
+        "counts": np.array([scored, *count_units(window.ids, loaded.tokenizer, protocol)]),
+        "held": np.array([[measured_bytes(of), 0 if of is None else len(window.ids) - 1] for of in made]),
+        **{f"{who}.{name}": torch.cat(of).numpy() for who, found in columns.items() for name, of in found.items()},
+    }
+
+
+def _collect(arrays: dict[str, np.ndarray], rows: list[_Row], shared: _Shared) -> None:
+    """Add what is known about a window to what was collected before; bytes are those of the first."""
+    if not shared.counts:
+        for row, (held, tokens) in zip(rows, arrays["held"].tolist(), strict=True):
+            row.trace.bytes_held, row.trace.tokens_held = held, tokens
+    shared.counts.append(torch.from_numpy(arrays["counts"]))
+    for name, values in arrays.items():
+        who, dot, column = name.partition(".")
+        if dot:
+            columns = shared.columns if who == "shared" else rows[int(who)].trace.columns
+            columns.setdefault(column, []).append(torch.from_numpy(values))
+
+
+def _compare(chunks: tuple[Scored, ...], traces: list[Trace], shared: _Shared) -> None:
     """Compare what each cache predicted for one chunk with the first one's predictions."""
     targets = chunks[0].targets
     for start in range(0, len(targets), POSITIONS):
@@ -262,8 +311,8 @@ def _compare(chunks: tuple[Scored, ...], rows: list[_Row], shared: _Shared) -> N
         reference = chunks[0].logits[some]
         log_probs = metrics.log_probabilities(reference)
         shared.add(confidence=log_probs.amax(dim=-1).exp())
-        for chunk, row in zip(chunks, rows, strict=True):
-            row.trace.add(reference, log_probs, chunk.logits[some], targets[some])
+        for chunk, trace in zip(chunks, traces, strict=True):
+            trace.add(reference, log_probs, chunk.logits[some], targets[some])
 
 
 def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int, progress: bool) -> list[Proof | str]:

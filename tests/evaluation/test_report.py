@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from hf_kvcache.evaluation import ContradictionError, Protocol, command, evaluate, report
 
 SIZES = Protocol(60, 12, 8)
+FIRST = ["results.json", "report.md", "report.html"]
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +21,10 @@ def results():
 
 def test_all_files_are_written_and_numbers_come_first(results, tmp_path):
     files = report.write_report(results, tmp_path / "deep" / "folder")
-    assert [file.name for file in files] == ["results.json", "report.md", "kl.png", "bytes.png", "perplexity.png"]
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[2:])
+    assert [file.name for file in files] == [*FIRST, "samples.parquet", "kl.png", "bytes.png", "perplexity.png"]
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[4:])
     text = files[1].read_text()
-    assert all(f"![{file.name}]" in text for file in files[2:])
+    assert all(f"![{file.name}]" in text for file in files[4:])
     assert "exact up to rounding" in text
     assert "greedy: same tokens" in text
     assert all(f"## {table.title}" in text for table in report.tables(results))

@@ -2,15 +2,17 @@
 
 # ruff: noqa: ARG002 - the signatures are those of transformers
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
-from hf_kvcache.evaluation import LoadedModel
+from hf_kvcache.evaluation import LoadedModel, needles, retrieval
 
 
 class Claim(NamedTuple):
@@ -272,6 +274,15 @@ def byte_tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
 
 def loaded(**changes: Any) -> LoadedModel:
     return LoadedModel(tiny_model(**changes), byte_tokenizer(), "tiny")
+
+
+@contextmanager
+def few_problems() -> Iterator[None]:
+    """Retrieval with two short kinds of problems only, which fit into 250 bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "WITH_DEPTH", {"pass key": needles.passkey})
+        patch.setattr(retrieval, "WITHOUT_DEPTH", {"one needle": needles.single})
+        yield
 
 
 TEXT = " ".join(f"The {number}th sentence tells of {number * 7} things." for number in range(200))
