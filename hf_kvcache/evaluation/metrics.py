@@ -46,9 +46,13 @@ def kl_divergence(
     A token that is impossible in the reference adds nothing (0 log 0 = 0); one that is impossible in the
     candidate only makes the divergence infinite. Rounding below zero is cut to zero.
     """
-    probabilities = reference.exp()
-    terms = torch.where(probabilities > 0, probabilities * (reference - candidate), 0.0)
-    return terms.sum(dim=-1).clamp(min=0.0)
+    probabilities, difference = reference.exp(), reference - candidate
+    # One pass over the vocabulary. Where that meets a token that is impossible somewhere it gives no number, and the
+    # definition is followed term by term, which takes five times as long.
+    found = torch.einsum("pv,pv->p", probabilities, difference)
+    if bool(found.isnan().any()):
+        found = torch.where(probabilities > 0, probabilities * difference, 0.0).sum(dim=-1)
+    return found.clamp(min=0.0)
 
 
 def top1_agreement(

@@ -56,22 +56,38 @@ class Trace:
 
     def add(self, reference: Tensor, reference_log_probs: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Compare some positions with the reference's."""
-        log_probs = metrics.log_probabilities(logits)
-        nll = metrics.negative_log_likelihood(log_probs, targets)
         reference_nll = metrics.negative_log_likelihood(reference_log_probs, targets)
         same = (reference == logits).all(dim=-1)
-        found = {
-            "nll": nll,
-            "kl": metrics.kl_divergence(reference_log_probs, log_probs),
-            "reverse_kl": metrics.kl_divergence(log_probs, reference_log_probs),
-            "delta_p": (-nll).exp() - (-reference_nll).exp(),
-            "top10": metrics.top_overlap(reference_log_probs, log_probs),
-            "agrees": metrics.top1_agreement(reference_log_probs, log_probs),
-            "logit_difference": torch.where(same, 0.0, (reference - logits).abs().amax(dim=-1).double()),
-            "identical": same,
-        }
-        for name, values in found.items():
+        if bool(same.all()):
+            found = self._equal(reference_nll)
+        else:
+            log_probs = metrics.log_probabilities(logits)
+            nll = metrics.negative_log_likelihood(log_probs, targets)
+            found = {
+                "nll": nll,
+                "kl": metrics.kl_divergence(reference_log_probs, log_probs),
+                "reverse_kl": metrics.kl_divergence(log_probs, reference_log_probs),
+                "delta_p": (-nll).exp() - (-reference_nll).exp(),
+                "top10": metrics.top_overlap(reference_log_probs, log_probs),
+                "agrees": metrics.top1_agreement(reference_log_probs, log_probs),
+                "logit_difference": torch.where(same, 0.0, (reference - logits).abs().amax(dim=-1).double()),
+            }
+        for name, values in (found | {"identical": same}).items():
             self.columns.setdefault(name, []).append(values.cpu())
+
+    @staticmethod
+    def _equal(reference_nll: Tensor) -> dict[str, Tensor]:
+        """What comparing equal predictions gives, without computing it."""
+        zeros = torch.zeros_like(reference_nll)
+        return {
+            "nll": reference_nll,
+            "kl": zeros,
+            "reverse_kl": zeros,
+            "delta_p": zeros,
+            "top10": zeros + 1,
+            "agrees": torch.ones_like(zeros, dtype=torch.bool),
+            "logit_difference": zeros,
+        }
 
     def samples(self) -> Samples:
         """All positions, joined."""

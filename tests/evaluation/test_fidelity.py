@@ -90,7 +90,13 @@ def test_overlap_counts_members_whatever_their_order():
 
 def test_an_evaluation_fills_every_statistic():
     results = evaluate(
-        toys.loaded(), TEXTS, ["toys:rounded"], protocol=Protocol(60, 12, 8), max_tokens=150, progress=False
+        toys.loaded(),
+        TEXTS,
+        ["toys:rounded"],
+        tasks=["fidelity"],
+        protocol=Protocol(60, 12, 8),
+        max_tokens=150,
+        progress=False,
     )
     found, floor = results.caches[0].fidelity, results.noise_floor.fidelity
     assert found.kl_percentiles["99"] == found.kl_p99

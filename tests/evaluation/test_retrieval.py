@@ -14,7 +14,6 @@ from hf_kvcache.evaluation.retrieval import WITH_DEPTH, WITHOUT_DEPTH, measure_r
 
 ALL = WITH_DEPTH | WITHOUT_DEPTH
 SIZES = Protocol(200, 100, 50)
-GRID = Grid((650,), (0.0,))
 MODEL = toys.loaded(max_position_embeddings=1024)
 
 
@@ -76,18 +75,32 @@ def test_reading_in_pieces_is_reading():
     assert torch.equal(written[0][0], written[1][0])
 
 
-def test_a_cache_that_forgets_the_start_is_seen_there(tmp_path):
-    results = evaluate(
-        MODEL, [toys.TEXT], ["static", "toys:truncated"], tasks=["retrieval"], protocol=SIZES, grid=GRID, progress=False
-    )
+def test_every_kind_of_problem_is_put_to_a_cache():
+    (trials,) = measure_retrieval(MODEL, ["dynamic"], Grid((650,), (0.0,)), SIZES, progress=False)
+    assert [of.task for of in trials] == list(ALL)
+    assert all(0 < of.probability < 1 and 600 < of.prompt_tokens <= 650 and of.answer for of in trials)
+    assert [of.depth for of in trials] == [0.0] * 4 + [None] * 5
+
+
+def test_a_cache_that_forgets_the_start_is_seen(tmp_path):
+    caches = ["static", "toys:truncated"]
+    with toys.few_problems():
+        results = evaluate(
+            MODEL,
+            [toys.TEXT],
+            caches,
+            tasks=["retrieval"],
+            protocol=SIZES,
+            grid=Grid((250,), (0.0, 1.0)),
+            progress=False,
+        )
     reference, static, broken = (of.retrieval for of in (results.reference, *results.caches))
-    assert len(reference) == 4 + 5
+    assert len(reference) == 2 + 1
     assert [of.answer for of in static] == [of.answer for of in reference]
     assert [of.probability for of in static] == pytest.approx([of.probability for of in reference], rel=1e-3)
     assert [of.probability for of in broken] != pytest.approx([of.probability for of in reference], rel=1e-2)
-    assert all(0 < of.probability < 1 and 600 < of.prompt_tokens <= 650 for of in reference)
     lengths, depths, values = heat(results.reference, "pass key")
-    assert (lengths, depths, values.shape) == ([650], [0.0], (1, 1))
+    assert (lengths, depths, values.shape) == ([250], [0.0, 1.0], (2, 1))
     assert results.scored_tokens == 0
     assert results.caches[0].measured == "unproven"
     files = report.write_report(results, tmp_path)

@@ -12,7 +12,7 @@ MODEL = toys.loaded()
 LADDER = ["bits3", "bits4", "bits5", "bits6", "bits7", "rounded", "random_eviction", "planted_error"]
 
 
-def run(*caches, tasks=("fidelity",), protocol=SIZES, max_tokens=470):
+def run(*caches, tasks=("fidelity",), protocol=SIZES, max_tokens=282):
     return evaluate(MODEL, [toys.TEXT], caches, tasks=tasks, protocol=protocol, max_tokens=max_tokens, progress=False)
 
 
