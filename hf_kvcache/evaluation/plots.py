@@ -112,6 +112,6 @@ def _pareto(axes: Axes, results: Results, cost: Callable[[CacheResult], float], 
     axes.step(*zip(*(points[at] for at in front), strict=True), color="tab:gray", linewidth=1, where="post", zorder=0)
     axes.axhline(floor, color="tab:gray", linestyle="--", label="noise floor")
     axes.set(yscale="log", xlabel=xlabel, ylabel="mean KL, nats (zero drawn at 1e-16)", title=title)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.15 * max(x for x, _ in points))
     axes.grid(alpha=0.3)
     axes.legend()
