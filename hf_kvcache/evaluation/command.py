@@ -1,21 +1,29 @@
 """The command `hf-kvcache eval`."""
 
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_kvcache.errors import KVCacheError
+from hf_kvcache.errors import InputError, KVCacheError
+from hf_kvcache.evaluation.agreement import Prompts
+from hf_kvcache.evaluation.config import read_config
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.models import load_model
 from hf_kvcache.evaluation.protocols import Protocol
-from hf_kvcache.evaluation.report import COLUMNS, table_rows, write_report
+from hf_kvcache.evaluation.report import main_table, write_report
 from hf_kvcache.evaluation.results import ContradictionError, Results
+from hf_kvcache.evaluation.retrieval import Grid
 from hf_kvcache.evaluation.run import evaluate
+from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, TASKS
+from hf_kvcache.evaluation.verdicts import verdict_line
+
+Number = TypeVar("Number", int, float)
 
 
 class Dtype(str, Enum):
@@ -39,15 +47,31 @@ def evaluate_command(
             show_default=False,
         ),
     ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"What to measure, may be repeated: {', '.join(TASKS)}, or all. [default: {', '.join(DEFAULT_TASKS)}]",
+            show_default=False,
+        ),
+    ] = None,
     dataset: Annotated[str, typer.Option(help="file:PATH, stdlib, wikitext-2, or a hub data set.")] = "stdlib",
     max_tokens: Annotated[int, typer.Option(help="Tokens to score at most.")] = 8192,
     window: Annotated[int, typer.Option(help="Tokens a cache sees at most before it starts anew.")] = 2048,
     prefill: Annotated[int, typer.Option(help="Tokens of a window fed first, not scored.")] = 256,
     chunk: Annotated[int, typer.Option(help="Tokens per forward pass after that; 1 is true decoding.")] = 128,
+    lengths: Annotated[str, typer.Option(help="Retrieval: tokens of the prompts.")] = "512,1024",
+    depths: Annotated[str, typer.Option(help="Retrieval: places of the answer, 0 (start) to 1 (end).")] = "0,0.5,1",
+    prompts: Annotated[int, typer.Option(help="Generation: prompts.")] = 8,
+    new_tokens: Annotated[int, typer.Option(help="Generation: tokens written after each.")] = 128,
+    contexts: Annotated[str, typer.Option(help="Cost: lengths of the history, in tokens.")] = "128,1024",
     dtype: Annotated[Dtype, typer.Option(help="Working dtype.")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     output: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("results/eval"),
     seed: Annotated[int, typer.Option(help="Of bootstrap draws and sampled generation.")] = 0,
+    config: Annotated[  # noqa: ARG001 - it only sets the defaults of the others
+        Path | None,
+        typer.Option(help="YAML file with options; the command line wins.", callback=read_config, is_eager=True),
+    ] = None,
 ) -> None:
     """Say whether caches are exact, how far they are if not, and what they hold.
 
@@ -62,10 +86,15 @@ def evaluate_command(
             loaded,
             load_text(dataset),
             cache or ["paged"],
+            tasks=task or DEFAULT_TASKS,
             protocol=protocol,
+            prompts=Prompts(prompts, new_tokens=new_tokens),
+            contexts=_numbers(contexts, int),
+            grid=Grid(_numbers(lengths, int), _numbers(depths, float)),
             max_tokens=max_tokens,
             seed=seed,
             dataset=dataset,
+            folder=output,
         )
     except ContradictionError as error:
         results = error.results
@@ -74,6 +103,8 @@ def evaluate_command(
         raise typer.Exit(2) from error
     files = write_report(results, output)
     console.print(_table(results))
+    for found in results.caches:
+        console.print(verdict_line(found, results.reference), highlight=False, markup=False)
     for failure in results.failures:
         console.print(f"[bold red]FAILED[/bold red] {failure}", highlight=False)
     console.print(f"Report: {files[1]}", highlight=False)
@@ -81,15 +112,24 @@ def evaluate_command(
         raise typer.Exit(1)
 
 
+def _numbers(text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Numbers separated by commas."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        raise InputError(f"expected numbers separated by commas, got {text!r}") from error
+
+
 def _table(results: Results) -> Table:
     """One column a cache: the figures of a row stand side by side, also on a narrow terminal."""
+    scored = f": {results.scored_tokens:,} tokens of {results.dataset}" if results.scored_tokens else ""
     table = Table(
-        title=f"{results.model}, {results.dtype}: {results.scored_tokens:,} tokens of {results.dataset}",
+        title=f"{results.model}, {results.dtype}{scored}",
         caption="KL in nats per token; in brackets: 95 % intervals; proof: largest logit difference in float64",
     )
-    rows = table_rows(results)
-    for heading in (COLUMNS[0], *(row[0] for row in rows)):
+    found = main_table(results)
+    for heading in (found.columns[0], *(row[0] for row in found.rows)):
         table.add_column(heading, justify="right" if table.columns else "left", overflow="fold")
-    for place, name in enumerate(COLUMNS[1:], start=1):
-        table.add_row(name, *(row[place].replace(" [", "\n[") for row in rows))
+    for place, name in enumerate(found.columns[1:], start=1):
+        table.add_row(name, *(row[place].replace(" [", "\n[").replace("[", r"\[") for row in found.rows))
     return table

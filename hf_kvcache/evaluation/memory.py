@@ -32,7 +32,7 @@ def measured_bytes(cache: object) -> int:
     (also `__slots__`), containers and the inner tensors of wrapper subclasses (quantized tensors). Nothing is
     changed.
     """
-    return sum(dict(map(_storage, _tensors(cache))).values())
+    return sum(dict(map(_storage, reachable_tensors(cache))).values())
 
 
 def _storage(tensor: Tensor) -> tuple[tuple[str, int], int]:
@@ -45,7 +45,8 @@ def _storage(tensor: Tensor) -> tuple[tuple[str, int], int]:
     return (str(tensor.device), address), storage.nbytes() if address else 0
 
 
-def _tensors(root: object) -> Iterator[Tensor]:
+def reachable_tensors(root: object) -> Iterator[Tensor]:
+    """Every tensor reachable from `root`; of wrapper subclasses, the tensors they are made of."""
     seen: set[int] = set()
     waiting = [root]
     while waiting:

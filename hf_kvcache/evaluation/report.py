@@ -2,27 +2,20 @@
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from hf_kvcache.evaluation.metrics import Interval
-from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Results
+from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Fidelity, Results
+from hf_kvcache.evaluation.retrieval import mean
+from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
+from hf_kvcache.evaluation.verdicts import verdict, verdict_line
 
-COLUMNS = (
-    "cache",
-    "class",
-    "float64 proof",
-    "perplexity",
-    "difference",
-    "KL mean",
-    "KL p99",
-    "KL max",
-    "top-1",
-    "MiB held",
-    "bytes/token",
-)
+__all__ = ["as_json", "as_markdown", "main_table", "verdict", "write_report"]
 
+Column: TypeAlias = tuple[str, Callable[[CacheResult], str]]
+"""A heading, and what stands below it."""
 
 _LEGEND = (
     "KL is KL(reference || cache) in nats per token; brackets are 95 % bootstrap intervals over windows, "
@@ -32,19 +25,25 @@ _LEGEND = (
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:
-    """Write results.json, report.md and the plots into `folder`, made if missing; gives them in that order.
+    """Write everything into `folder`, made if missing; gives the files.
 
-    The numbers are written first: a plot that fails loses nothing.
+    In this order: results.json, report.md, report.html, samples.parquet if text was scored, and the plots. The numbers
+    are written first: a plot that fails loses nothing.
     """
+    from hf_kvcache.evaluation.html import as_html
+    from hf_kvcache.evaluation.parquet import write_samples
     from hf_kvcache.evaluation.plots import write_plots
 
     folder.mkdir(parents=True, exist_ok=True)
     numbers, text = folder / "results.json", folder / "report.md"
     numbers.write_text(json.dumps(as_json(results), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     text.write_text(as_markdown(results, ()), encoding="utf-8")
+    page = folder / "report.html"
+    page.write_text(as_html(results, _sizes(results), main_table(results), _proofs(results)), encoding="utf-8")
+    samples = [write_samples(results, folder / "samples.parquet")] if results.positions else []
     plots = write_plots(results, folder)
     text.write_text(as_markdown(results, [plot.name for plot in plots]), encoding="utf-8")
-    return [numbers, text, *plots]
+    return [numbers, text, page, *samples, *plots]
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -55,8 +54,8 @@ def as_json(results: Results) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        names = (of.name for of in fields(value) if of.name != "samples")  # too many for a record
-        return {name: _plain(getattr(value, name)) for name in names}
+        names = {of.name: of.metadata.get("name", of.name) for of in fields(value)}
+        return {name: _plain(getattr(value, of)) for of, name in names.items() if name}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, dict):
@@ -68,49 +67,51 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def table_rows(results: Results) -> list[tuple[str, ...]]:
-    """The result table as text, by `COLUMNS`: the reference, the noise floor, then each cache."""
-    return [
-        _cells(results.reference, f"{results.reference.spec} (reference)"),
-        _cells(results.noise_floor, "no cache (noise floor)"),
-        *(_cells(cache, cache.spec) for cache in results.caches),
-    ]
-
-
-def _cells(cache: CacheResult, name: str) -> tuple[str, ...]:
-    found = cache.fidelity
-    return (
-        name,
-        verdict(cache),
-        "-" if cache.proof is None else f"{cache.proof.logit_difference:.1e}",
-        f"{found.perplexity.value:.4f}",
-        f"{found.perplexity_difference.value:+.2g}{_spread(found.perplexity_difference)}",
-        f"{found.kl_mean.value:.2e}{_spread(found.kl_mean)}",
-        f"{found.kl_p99:.2e}",
-        f"{found.kl_max:.2e}",
-        f"{found.top1_agreement.value:.2%}",
-        f"{cache.bytes_held / 2**20:.2f}",
-        f"{cache.bytes_held / cache.tokens_held:.0f}" if cache.tokens_held else "-",
+def main_table(results: Results) -> Table:
+    """One row a cache, by what was asked for: the reference, the noise floor if text was scored, then each cache."""
+    columns = list(_columns(results))
+    rows = [results.reference, *([results.noise_floor] if results.scored_tokens else []), *results.caches]
+    names = {id(results.reference): f"{results.reference.spec} (reference)", id(results.noise_floor): NOISE_FLOOR}
+    return Table(
+        "Results",
+        _LEGEND if results.scored_tokens else "",
+        ("cache", *(heading for heading, _ in columns)),
+        tuple((names.get(id(of), of.spec), *(write(of) for _, write in columns)) for of in rows),
     )
 
 
-def verdict(cache: CacheResult) -> str:
-    """The class in a few words, with a mark where the claim and the measurement part."""
-    if cache.failures:
-        return f"FAILED (declares {cache.declared})"
-    refused = len(cache.proof.refusals) if cache.proof else 0
-    words = {
-        "bitwise": "exact, bitwise",
-        "rounding": "exact up to rounding",
-        "approximate": "approximate",
-        "unproven": "not proven",
-        "uncached": "no cache",
-    }
-    return words[cache.measured] + (f" ({refused} modes refused)" if refused else "")
+def _columns(results: Results) -> Iterator[Column]:
+    yield "class", verdict
+    if "exactness" in results.tasks:
+        yield "float64 proof", lambda of: "-" if of.proof is None else f"{of.proof.logit_difference:.1e}"
+    if "perplexity" in results.tasks:
+        yield "perplexity", _of_fidelity(lambda of: f"{of.perplexity.value:.4f}")
+        yield (
+            "difference",
+            _of_fidelity(lambda of: f"{of.perplexity_difference.value:+.2g}{spread(of.perplexity_difference)}"),
+        )
+    if "fidelity" in results.tasks:
+        yield "KL mean", _of_fidelity(lambda of: f"{of.kl_mean.value:.2e}{spread(of.kl_mean)}")
+        yield "KL p99", _of_fidelity(lambda of: f"{of.kl_p99:.2e}")
+        yield "KL max", _of_fidelity(lambda of: f"{of.kl_max:.2e}")
+        yield "top-1", _of_fidelity(lambda of: f"{of.top1_agreement.value:.2%}")
+    if results.scored_tokens:
+        yield "MiB held", lambda of: f"{of.bytes_held / 2**20:.2f}"
+        yield "bytes/token", lambda of: f"{of.bytes_held / of.tokens_held:.0f}" if of.tokens_held else "-"
+    if "retrieval" in results.tasks:
+        yield "recall", lambda of: f"{mean(of.retrieval, lambda one: one.recall):.1%}" if of.retrieval else "-"
+        yield "gold p", lambda of: f"{mean(of.retrieval, lambda one: one.probability):.4f}" if of.retrieval else "-"
+    if "generation" in results.tasks:
+        yield "same text", lambda of: f"{of.generation.same_text:.0%}" if of.generation else "-"
+        yield "tokens alike", lambda of: f"{of.generation.agreement_tokens:.1f}" if of.generation else "-"
+    if "cost" in results.tasks:
+        yield "first token, ms", lambda of: f"{of.cost.first_token_ms:,.0f}" if of.cost else "-"
+        yield "ms/token", lambda of: f"{of.cost.tokens[-1].milliseconds:.1f}" if of.cost and of.cost.tokens else "-"
+        yield "MiB peak", lambda of: f"{of.cost.peak_bytes / 2**20:.2f}" if of.cost else "-"
 
 
-def _spread(interval: Interval) -> str:
-    return "" if interval.low is None or interval.high is None else f" [{interval.low:.2g}, {interval.high:.2g}]"
+def _of_fidelity(write: Callable[[Fidelity], str]) -> Callable[[CacheResult], str]:
+    return lambda of: "-" if of.scores is None else write(of.scores)
 
 
 def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
@@ -122,16 +123,12 @@ def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
         *([""] if results.failures else []),
         _sizes(results),
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row) + " |" for row in table_rows(results)),
+        *(f"- {verdict_line(cache, results.reference)}" for cache in results.caches),
         "",
-        _LEGEND,
-        *(f"\n![{name}]({name})" for name in plots),
-        "",
-        "## Proofs",
-        "",
-        *(line for cache in (results.reference, *results.caches) for line in _proof_lines(cache)),
+        *markdown(main_table(results)),
+        *(line for name in plots for line in (f"![{name}]({name})", "")),
+        *(line for table in tables(results) for line in markdown(table)),
+        *_proofs(results),
         "## Environment",
         "",
         *(f"- {name}: {value}" for name, value in results.environment.items()),
@@ -141,12 +138,21 @@ def as_markdown(results: Results, plots: list[str] | tuple[str, ...]) -> str:
 
 
 def _sizes(results: Results) -> str:
+    if not results.scored_tokens:
+        return f"{results.dtype}, seed {results.seed}, {results.seconds:.0f} s."
     size = results.protocol
     return (
         f"{results.scored_tokens:,} tokens of `{results.dataset}` scored in {results.windows} windows of "
         f"{size.window_tokens:,} (prefill {size.prefill_tokens}, then chunks of {size.chunk_tokens} through "
         f"the cache), {results.dtype}, seed {results.seed}, {results.seconds:.0f} s."
     )
+
+
+def _proofs(results: Results) -> list[str]:
+    if "exactness" not in results.tasks:
+        return []
+    caches = (results.reference, *results.caches)
+    return ["## Proofs", "", *(line for cache in caches for line in _proof_lines(cache))]
 
 
 def _proof_lines(cache: CacheResult) -> list[str]:

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,9 +15,13 @@ from transformers.cache_utils import Cache
 
 from hf_kvcache.errors import ConfigError, InputError, KVCacheError
 from hf_kvcache.evaluation import metrics
+from hf_kvcache.evaluation.agreement import Prompts, measure_generation
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
+from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
+from hf_kvcache.evaluation.fidelity import fidelity
+from hf_kvcache.evaluation.journal import Journal, pack, unpack
 from hf_kvcache.evaluation.memory import measured_bytes
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.protocols import Protocol, Scored, forward, stream
@@ -25,43 +30,85 @@ from hf_kvcache.evaluation.results import (
     ContradictionError,
     Fidelity,
     Kind,
+    Positions,
     Proof,
     Results,
     Samples,
 )
-from hf_kvcache.evaluation.windows import windows
+from hf_kvcache.evaluation.retrieval import Grid, measure_retrieval
+from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
+from hf_kvcache.evaluation.windows import Window, count_units, windows
 
 POSITIONS = 64
 """Positions whose float64 log-probabilities are held at once."""
+NOT_ASKED: Proof | str = "the task exactness was not asked for"
+UNSCORED: dict[Kind, Kind] = {"uncached": "uncached", "approximate": "approximate"}
+"""The class of a cache that no text went through; any other is not proven."""
 
 
 @dataclass
 class Trace:
-    """What is collected about one cache on the way: 17 bytes a scored token, and nothing else that grows."""
+    """What is collected about one cache on the way: some 50 bytes a scored token, and nothing else that grows."""
 
-    nll: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    agrees: list[Tensor] = field(default_factory=list)
-    logit_difference: float = 0.0
-    identical: bool = True
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
     bytes_held: int = 0
     tokens_held: int = 0
 
     def add(self, reference: Tensor, reference_log_probs: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Compare some positions with the reference's."""
-        log_probs = metrics.log_probabilities(logits)
-        self.nll.append(metrics.negative_log_likelihood(log_probs, targets).cpu())
-        self.kl.append(metrics.kl_divergence(reference_log_probs, log_probs).cpu())
-        self.agrees.append(metrics.top1_agreement(reference_log_probs, log_probs).cpu())
-        if not torch.equal(reference, logits):
-            self.identical = False
-            largest = float((reference - logits).abs().max())
-            self.logit_difference = float(np.maximum(self.logit_difference, largest))  # a NaN stays
+        reference_nll = metrics.negative_log_likelihood(reference_log_probs, targets)
+        same = (reference == logits).all(dim=-1)
+        if bool(same.all()):
+            found = self._equal(reference_nll)
+        else:
+            log_probs = metrics.log_probabilities(logits)
+            nll = metrics.negative_log_likelihood(log_probs, targets)
+            found = {
+                "nll": nll,
+                "kl": metrics.kl_divergence(reference_log_probs, log_probs),
+                "reverse_kl": metrics.kl_divergence(log_probs, reference_log_probs),
+                "delta_p": (-nll).exp() - (-reference_nll).exp(),
+                "top10": metrics.top_overlap(reference_log_probs, log_probs),
+                "agrees": metrics.top1_agreement(reference_log_probs, log_probs),
+                "logit_difference": torch.where(same, 0.0, (reference - logits).abs().amax(dim=-1).double()),
+            }
+        for name, values in (found | {"identical": same}).items():
+            self.columns.setdefault(name, []).append(values.cpu())
 
-    def samples(self, lengths: Sequence[int]) -> Samples:
+    @staticmethod
+    def _equal(reference_nll: Tensor) -> dict[str, Tensor]:
+        """What comparing equal predictions gives, without computing it."""
+        zeros = torch.zeros_like(reference_nll)
+        return {
+            "nll": reference_nll,
+            "kl": zeros,
+            "reverse_kl": zeros,
+            "delta_p": zeros,
+            "top10": zeros + 1,
+            "agrees": torch.ones_like(zeros, dtype=torch.bool),
+            "logit_difference": zeros,
+        }
+
+    def samples(self) -> Samples:
         """All positions, joined."""
-        nll, kl, agrees = (torch.cat(of).numpy() for of in (self.nll, self.kl, self.agrees))
-        return Samples(nll, kl, agrees, np.asarray(lengths))
+        return Samples(**{name: torch.cat(pieces).numpy() for name, pieces in self.columns.items()})
+
+
+@dataclass
+class _Shared:
+    """What is collected about the text on the way."""
+
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    counts: list[Tensor] = field(default_factory=list)
+
+    def add(self, **values: Tensor) -> None:
+        for name, of in values.items():
+            self.columns.setdefault(name, []).append(of.cpu())
+
+    def positions(self) -> Positions:
+        lengths, words, bytes_ = torch.stack(self.counts).numpy().T
+        columns = {name: torch.cat(pieces).numpy() for name, pieces in self.columns.items()}
+        return Positions(**columns, lengths=lengths, words=words, bytes=bytes_)
 
 
 @dataclass(frozen=True)
@@ -80,10 +127,15 @@ def evaluate(
     documents: Iterable[str],
     caches: Sequence[str],
     *,
+    tasks: Iterable[str] = DEFAULT_TASKS,
     protocol: Protocol | None = None,
+    grid: Grid | None = None,
+    prompts: Prompts | None = None,
+    contexts: Sequence[int] = CONTEXTS,
     max_tokens: int = 8192,
     seed: int = 0,
     dataset: str = "",
+    folder: Path | None = None,
     progress: bool = True,
 ) -> Results:
     """Evaluate caches on a model and a text, against `DynamicCache` in the same dtype and against no cache.
@@ -95,10 +147,16 @@ def evaluate(
         loaded: The model, as it is to be measured (dtype, device, attention), its tokenizer and name.
         documents: Texts; read lazily, no further than needed.
         caches: Specs, see `caches.py`.
+        tasks: What to measure, see `tasks.py`.
         protocol: Window, prefill and chunk; the defaults of `Protocol` if None.
+        grid: Problems of the retrieval task; the defaults of `Grid` if None.
+        prompts: Of the generation task; the defaults of `Prompts` if None.
+        contexts: Lengths of the history at which the cost task times a token.
         max_tokens: Tokens to score at most.
         seed: Of bootstrap draws and sampled generation.
         dataset: Name of the text, for the record.
+        folder: Where finished windows and retrieval problems are kept while it runs: the same call after an
+            interruption goes on from them. None keeps nothing.
         progress: Whether to show progress bars.
 
     Raises:
@@ -106,44 +164,78 @@ def evaluate(
         ContradictionError: A cache is not what it declares; the error's `results` hold all that was measured.
     """
     started = time.perf_counter()
-    protocol = protocol or Protocol()
-    _check(loaded.model, caches, protocol)
+    protocol, chosen = protocol or Protocol(), parse_tasks(tasks)
+    grid, prompts = grid or Grid(), prompts or Prompts()
+    needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) else {}
+    needed |= {"a retrieval prompt": max(grid.lengths_tokens)} if "retrieval" in chosen else {}
+    needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}
+    _check(loaded.model, caches, needed)
     rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
-    texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
-    with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
-        first, lengths = _measure(loaded.model, rows, texts, protocol, bar.update)
-    proofs = _proofs(loaded.model, rows, first, seed, progress)
-    reference = rows[0].trace.samples(lengths)
-    found = [_result(row, proof, reference, lengths, seed) for row, proof in zip(rows, proofs, strict=True)]
+    journal = Journal(folder, _request(loaded, rows, protocol, grid, max_tokens=max_tokens, seed=seed, dataset=dataset))
+    positions, proofs = None, [NOT_ASKED] * len(rows)
+    if needs_scoring(chosen):
+        texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
+        with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
+            first, positions = _measure(loaded, rows, texts, protocol, journal, bar.update)
+        if "exactness" in chosen:
+            proofs = _proofs(loaded.model, rows, first, seed, progress)
+    figures = _figures(rows, positions, seed)
+    reference, floor, *found = [_result(*of) for of in zip(rows, proofs, figures, strict=True)]
+    measured = [reference, *found]
+    specs = [of.spec for of in measured]
+    if "retrieval" in chosen:
+        trials = measure_retrieval(loaded, specs, grid, protocol, seed, progress, journal)
+        measured = [replace(of, retrieval=its) for of, its in zip(measured, trials, strict=True)]
+    if "generation" in chosen:
+        written = measure_generation(loaded, documents, specs, prompts, progress)
+        measured = [replace(of, generation=its) for of, its in zip(measured, written, strict=True)]
+    if "cost" in chosen:
+        costs = measure_cost(loaded, specs, contexts, seed, progress)
+        measured = [replace(of, cost=its) for of, its in zip(measured, costs, strict=True)]
     results = Results(
         model=loaded.name,
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         dataset=dataset,
+        tasks=chosen,
         protocol=protocol,
-        windows=len(lengths),
-        scored_tokens=sum(lengths),
+        windows=0 if positions is None else len(positions.lengths),
+        scored_tokens=0 if positions is None else len(positions.targets),
         seed=seed,
-        reference=found[0],
-        noise_floor=found[1],
-        caches=tuple(found[2:]),
+        reference=measured[0],
+        noise_floor=floor,
+        caches=tuple(measured[1:]),
         environment=environment(loaded.model),
         seconds=time.perf_counter() - started,
+        positions=positions,
     )
+    journal.close()
     if results.failures:
         raise ContradictionError(results)
     return results
 
 
-def _check(model: PreTrainedModel, caches: Sequence[str], protocol: Protocol) -> None:
+def _request(loaded: LoadedModel, rows: list[_Row], protocol: Protocol, grid: Grid, **others: Any) -> dict[str, Any]:
+    """Everything that decides about a window's figures: what was asked for, and where it is computed."""
+    weights = sum(of.numel() for of in loaded.model.parameters())
+    return {
+        "model": (loaded.name, str(loaded.model.dtype), weights),
+        "caches": [row.spec for row in rows],
+        "sizes": (str(protocol), str(grid)),
+        "environment": environment(loaded.model),
+        **others,
+    }
+
+
+def _check(model: PreTrainedModel, caches: Sequence[str], needed: dict[str, int]) -> None:
+    """Refuse what cannot work; `needed` are the tokens that each part of the run takes."""
     if not caches:
         raise InputError("give at least one cache to evaluate, for example 'paged'")
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder; the evaluation scores decoder-only models")
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and protocol.window_tokens > longest:
-        raise InputError(
-            f"a window of {protocol.window_tokens} tokens is more than the {longest} positions of this model"
-        )
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for what, tokens in needed.items():
+        if positions is not None and tokens > positions:
+            raise InputError(f"{what} of {tokens:,} tokens is more than the {positions:,} positions of this model")
 
 
 def _row(spec: str, protocol: Protocol, model: PreTrainedModel) -> _Row:
@@ -171,38 +263,72 @@ def _try(model: PreTrainedModel, cache: Cache, spec: str) -> None:
 
 
 def _measure(
-    model: PreTrainedModel,
+    loaded: LoadedModel,
     rows: list[_Row],
-    texts: Iterable[Tensor],
+    texts: Iterable[Window],
     protocol: Protocol,
+    journal: Journal,
     advance: Callable[[int], object],
-) -> tuple[Tensor, list[int]]:
-    """Score all windows through all caches. Gives the first window, and the scored tokens of each."""
-    lengths: list[int] = []
+) -> tuple[Tensor, Positions]:
+    """Score all windows through all caches. Gives the first window, and what all caches share."""
+    shared = _Shared()
     first = torch.empty(0, dtype=torch.long)
-    for window in texts:
-        made = [row.build(model.config) for row in rows]
-        for chunks in zip(*(stream(model, cache, window, protocol) for cache in made), strict=True):
-            _compare(chunks, rows)
-            advance(len(chunks[0].targets))
-        if not lengths:
-            first = window
-            for row, cache in zip(rows, made, strict=True):
-                row.trace.bytes_held = measured_bytes(cache)
-                row.trace.tokens_held = 0 if cache is None else len(window) - 1
-        lengths.append(len(window) - 1 - protocol.prefill_tokens)
-    return first, lengths
+    for number, window in enumerate(texts):
+        first = first if number else window.ids
+        kept = journal.load(f"window-{number}")
+        arrays = unpack(kept) if kept else {}
+        if np.array_equal(arrays.get("shared.targets", ()), window.ids[protocol.prefill_tokens + 1 :]):
+            advance(len(arrays["shared.targets"]))
+        else:  # not there, or of another text
+            arrays = _score(loaded, rows, window, protocol, advance)
+            journal.save(f"window-{number}", pack(arrays))
+        _collect(arrays, rows, shared)
+    return first, shared.positions()
 
 
-def _compare(chunks: tuple[Scored, ...], rows: list[_Row]) -> None:
+def _score(
+    loaded: LoadedModel, rows: list[_Row], window: Window, protocol: Protocol, advance: Callable[[int], object]
+) -> dict[str, np.ndarray]:
+    """Score one window through all caches: everything that is known about it, by name."""
+    traces, shared = [Trace() for _ in rows], _Shared()
+    made = [row.build(loaded.model.config) for row in rows]
+    for chunks in zip(*(stream(loaded.model, cache, window.ids, protocol) for cache in made), strict=True):
+        places = torch.arange(len(chunks[0].targets)) + chunks[0].first_position
+        shared.add(targets=chunks[0].targets, distances=places, documents=window.documents[places])
+        _compare(chunks, traces, shared)
+        advance(len(places))
+    columns = {"shared": shared.columns} | {str(place): of.columns for place, of in enumerate(traces)}
+    scored = len(window.ids) - 1 - protocol.prefill_tokens
+    return {
+        "counts": np.array([scored, *count_units(window.ids, loaded.tokenizer, protocol)]),
+        "held": np.array([[measured_bytes(of), 0 if of is None else len(window.ids) - 1] for of in made]),
+        **{f"{who}.{name}": torch.cat(of).numpy() for who, found in columns.items() for name, of in found.items()},
+    }
+
+
+def _collect(arrays: dict[str, np.ndarray], rows: list[_Row], shared: _Shared) -> None:
+    """Add what is known about a window to what was collected before; bytes are those of the first."""
+    if not shared.counts:
+        for row, (held, tokens) in zip(rows, arrays["held"].tolist(), strict=True):
+            row.trace.bytes_held, row.trace.tokens_held = held, tokens
+    shared.counts.append(torch.from_numpy(arrays["counts"]))
+    for name, values in arrays.items():
+        who, dot, column = name.partition(".")
+        if dot:
+            columns = shared.columns if who == "shared" else rows[int(who)].trace.columns
+            columns.setdefault(column, []).append(torch.from_numpy(values))
+
+
+def _compare(chunks: tuple[Scored, ...], traces: list[Trace], shared: _Shared) -> None:
     """Compare what each cache predicted for one chunk with the first one's predictions."""
     targets = chunks[0].targets
     for start in range(0, len(targets), POSITIONS):
         some = slice(start, start + POSITIONS)
         reference = chunks[0].logits[some]
         log_probs = metrics.log_probabilities(reference)
-        for chunk, row in zip(chunks, rows, strict=True):
-            row.trace.add(reference, log_probs, chunk.logits[some], targets[some])
+        shared.add(confidence=log_probs.amax(dim=-1).exp())
+        for chunk, trace in zip(chunks, traces, strict=True):
+            trace.add(reference, log_probs, chunk.logits[some], targets[some])
 
 
 def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int, progress: bool) -> list[Proof | str]:
@@ -221,36 +347,30 @@ def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int,
     return [notes[row.declared] if row.declared in notes else next(remaining) for row in rows]
 
 
-def _result(row: _Row, proof: Proof | str, reference: Samples, lengths: list[int], seed: int) -> CacheResult:
-    samples, trace = row.trace.samples(lengths), row.trace
+def _figures(rows: list[_Row], positions: Positions | None, seed: int) -> list[Fidelity | None]:
+    if positions is None:
+        return [None] * len(rows)
+    samples = [row.trace.samples() for row in rows]
+    return [fidelity(of, samples[0], samples[1], positions, seed) for of in samples]
+
+
+def _result(row: _Row, proof: Proof | str, figures: Fidelity | None) -> CacheResult:
     found = proof if isinstance(proof, Proof) else None
-    measured, failures = judge(row.declared, trace.identical, trace.logit_difference, found)
+    measured, failures = (
+        (UNSCORED.get(row.declared, "unproven"), ())
+        if figures is None
+        else judge(row.declared, figures.identical, figures.logit_difference_max, found)
+    )
     return CacheResult(
         spec=row.spec,
         declared=row.declared,
         declared_reason=row.reason,
         measured=measured,
         failures=failures,
-        fidelity=fidelity(samples, reference, trace.logit_difference, trace.identical, seed),
+        scores=figures,
         proof=found,
         proof_note="" if found else str(proof),
-        bytes_held=trace.bytes_held,
-        tokens_held=trace.tokens_held,
-        samples=samples,
-    )
-
-
-def fidelity(samples: Samples, reference: Samples, logit_difference: float, identical: bool, seed: int) -> Fidelity:
-    """Summarize the positions of one cache against those of the reference."""
-    lengths = samples.lengths
-    return Fidelity(
-        perplexity=metrics.perplexity(samples.nll, lengths, seed),
-        perplexity_difference=metrics.perplexity_difference(samples.nll, reference.nll, lengths, seed),
-        nll_difference=metrics.window_mean(samples.nll - reference.nll, lengths, seed),
-        kl_mean=metrics.window_mean(samples.kl, lengths, seed),
-        kl_p99=float(np.quantile(samples.kl, 0.99)),
-        kl_max=float(samples.kl.max()),
-        top1_agreement=metrics.window_mean(samples.agrees.astype(np.float64), lengths, seed),
-        logit_difference_max=logit_difference,
-        identical=identical,
+        bytes_held=row.trace.bytes_held,
+        tokens_held=row.trace.tokens_held,
+        samples=row.trace.samples() if figures else None,
     )

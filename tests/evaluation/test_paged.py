@@ -42,7 +42,7 @@ def test_measured_bytes_are_those_the_cache_reports():
 def test_the_real_model_agrees_with_no_cache(smollm2, wikitext):
     torch.set_num_threads(2)
     protocol = Protocol(48, 40, 1)
-    (window,) = windows([wikitext], smollm2.tokenizer, protocol, max_tokens=7)
+    ((window, _),) = windows([wikitext], smollm2.tokenizer, protocol, max_tokens=7)
     model = copy.deepcopy(smollm2.model)
     with in_float64(model):
         paged, none = (

@@ -1,3 +1,4 @@
+import re
 import warnings
 
 import pytest
@@ -7,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_kvcache.errors import EvaluationError, InputError
 from hf_kvcache.evaluation.protocols import Protocol, cache_argument, forward, stream
-from hf_kvcache.evaluation.windows import windows
+from hf_kvcache.evaluation.windows import count_units, windows
 
 WINDOW = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1))
 
@@ -64,17 +65,40 @@ def test_a_cache_that_stores_nothing_is_refused():
 
 def test_windows_are_consecutive_and_score_exactly_what_was_asked_for():
     protocol, tokenizer = Protocol(50, 10, 1), toys.byte_tokenizer()
-    cut = list(windows([toys.TEXT[:300], toys.TEXT[300:]], tokenizer, protocol, max_tokens=100))
+    found = list(windows([toys.TEXT[:300], toys.TEXT[300:]], tokenizer, protocol, max_tokens=100))
+    cut = [of.ids for of in found]
     ids = tokenizer(toys.TEXT[:300] + "\n\n" + toys.TEXT[300:])["input_ids"]
     assert [len(of) for of in cut] == [50, 50, 33]
     assert torch.cat(cut).tolist() == ids[:133]
     assert sum(len(of) - 11 for of in cut) == 100
 
 
+def test_every_token_knows_its_document():
+    texts = ["one ", "second", "the third"]
+    cut = list(windows(texts, toys.byte_tokenizer(), Protocol(5, 2, 1), 100))
+    documents = torch.cat([of.documents for of in cut]).tolist()
+    assert documents == ([0] * 4 + [1] * 8 + [2] * 11)[: len(documents)]
+    assert len(documents) >= 20
+
+
+def test_words_and_bytes_of_a_text_cut_anywhere_are_those_of_the_whole():
+    text = "Grüße,  two\n\n words and  more " * 9
+    protocol = Protocol(7, 1, 1)
+    ids = torch.tensor(toys.byte_tokenizer()(text)["input_ids"])
+    pieces = [ids[start : start + 20] for start in range(0, len(ids) - 2, 18)]  # each scores the next 18 tokens
+    counts = [count_units(piece, toys.byte_tokenizer(), protocol) for piece in pieces]
+    scored = bytes(text.encode()[2:])
+    assert sum(words for words, _ in counts) == len(re.findall(rb"\s+", scored))
+    plain = text.replace("ü", "u").replace("ß", "s")
+    ids = torch.tensor(toys.byte_tokenizer()(plain)["input_ids"])
+    pieces = [ids[start : start + 20] for start in range(0, len(ids) - 2, 18)]
+    assert sum(count_units(of, toys.byte_tokenizer(), protocol)[1] for of in pieces) == len(plain) - 2
+
+
 def test_the_last_window_may_be_short_and_a_rest_without_scores_is_dropped():
     protocol, tokenizer = Protocol(50, 10, 1), toys.byte_tokenizer()
-    assert [len(of) for of in windows([toys.TEXT[:80]], tokenizer, protocol, 1000)] == [50, 30]
-    assert [len(of) for of in windows([toys.TEXT[:61]], tokenizer, protocol, 1000)] == [50]
+    assert [len(of.ids) for of in windows([toys.TEXT[:80]], tokenizer, protocol, 1000)] == [50, 30]
+    assert [len(of.ids) for of in windows([toys.TEXT[:61]], tokenizer, protocol, 1000)] == [50]
 
 
 def test_every_window_begins_with_bos_where_the_tokenizer_puts_one():
@@ -83,7 +107,7 @@ def test_every_window_begins_with_bos_where_the_tokenizer_puts_one():
     tokenizer = toys.byte_tokenizer(bos_token="!")  # noqa: S106 - not that kind of token
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="! $A", special_tokens=[("!", bos)])
-    cut = list(windows([toys.TEXT], tokenizer, Protocol(50, 10, 1), 100))
+    cut = [of.ids for of in windows([toys.TEXT], tokenizer, Protocol(50, 10, 1), 100)]
     assert [int(of[0]) for of in cut] == [bos] * 3
     plain = toys.byte_tokenizer()(toys.TEXT)["input_ids"]
     assert torch.cat([of[1:] for of in cut]).tolist() == plain[: 49 + 49 + 32]
@@ -92,7 +116,7 @@ def test_every_window_begins_with_bos_where_the_tokenizer_puts_one():
 def test_long_text_is_read_in_pieces_without_changing_it():
     text = toys.TEXT * 30
     assert len(text) > 200_000
-    cut = list(windows([text], toys.byte_tokenizer(), Protocol(500, 10, 1), 10**9))
+    cut = [of.ids for of in windows([text], toys.byte_tokenizer(), Protocol(500, 10, 1), 10**9)]
     assert bytes(torch.cat(cut).tolist()) != b""
     assert torch.cat(cut).tolist() == toys.byte_tokenizer()(text)["input_ids"][: sum(map(len, cut))]
 

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from hf_kvcache.evaluation import ContradictionError, Protocol, command, evaluate, report
 
 SIZES = Protocol(60, 12, 8)
+FIRST = ["results.json", "report.md", "report.html"]
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +21,14 @@ def results():
 
 def test_all_files_are_written_and_numbers_come_first(results, tmp_path):
     files = report.write_report(results, tmp_path / "deep" / "folder")
-    assert [file.name for file in files] == ["results.json", "report.md", "kl.png", "perplexity.png", "bytes.png"]
-    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[2:])
+    assert [file.name for file in files] == [*FIRST, "samples.parquet", "kl.png", "bytes.png", "perplexity.png"]
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in files[4:])
     text = files[1].read_text()
-    assert all(f"![{file.name}]" in text for file in files[2:])
+    assert all(f"![{file.name}]" in text for file in files[4:])
     assert "exact up to rounding" in text
     assert "greedy: same tokens" in text
+    assert all(f"## {table.title}" in text for table in report.tables(results))
+    assert {len(row) for table in report.tables(results) for row in (table.columns, *table.rows)} == {5}
 
 
 def test_the_record_is_plain_json_with_everything_but_samples(results, tmp_path):
@@ -44,15 +47,15 @@ def test_the_record_is_plain_json_with_everything_but_samples(results, tmp_path)
 
 
 def test_every_row_of_the_table_has_every_column(results):
-    rows = report.table_rows(results)
-    assert [row[0] for row in rows] == [
+    table = report.main_table(results)
+    assert [row[0] for row in table.rows] == [
         "dynamic (reference)",
         "no cache (noise floor)",
         "static",
         "toys:rounded",
         "none",
     ]
-    assert {len(row) for row in rows} == {len(report.COLUMNS)}
+    assert {len(row) for row in table.rows} == {len(table.columns)}
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
@@ -98,7 +101,32 @@ def test_a_contradiction_ends_with_code_1_after_the_report_is_written(invoke, tm
     assert json.loads((tmp_path / "results.json").read_text())["failures"] != []
 
 
-@pytest.mark.parametrize("arguments", [["--cache", "pagd"], ["--chunk", "0"], ["--dataset", "file:missing.txt"]])
+def test_options_come_from_a_yaml_file_and_the_command_line_wins(invoke, tmp_path):
+    config = tmp_path / "evaluation.yaml"
+    config.write_text("cache: static\ntask: [fidelity]\nmax-tokens: 20\nseed: 3\ndtype: float64\n")
+    done = invoke("--config", str(config), "--seed", "4", "--output", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert [of["spec"] for of in record["caches"]] == ["static"]
+    assert (record["tasks"], record["seed"], record["dtype"]) == (["fidelity"], 4, "float64")
+    assert record["scored_tokens"] == 94  # the command line's
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("cachee: paged", "did you mean 'cache'"), ("- paged", "holds a list"), ("a: [", "expected a YAML file")],
+)
+def test_a_config_that_makes_no_sense_ends_with_code_2(invoke, tmp_path, text, message):
+    config = tmp_path / "evaluation.yaml"
+    config.write_text(text)
+    done = invoke("--config", str(config))
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--cache", "pagd"], ["--task", "fidelty"], ["--chunk", "0"], ["--dataset", "file:missing.txt"]]
+)
 def test_an_impossible_request_ends_with_code_2(invoke, tmp_path, arguments):
     done = invoke("--output", str(tmp_path / "never"), *arguments)
     assert done.exit_code == 2

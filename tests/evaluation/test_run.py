@@ -7,6 +7,8 @@ import toys
 
 from hf_kvcache.errors import ConfigError, InputError, SpecError
 from hf_kvcache.evaluation import ContradictionError, Protocol, evaluate
+from hf_kvcache.evaluation.report import main_table
+from hf_kvcache.evaluation.tasks import TASKS, parse_tasks
 
 SIZES = Protocol(window_tokens=60, prefill_tokens=12, chunk_tokens=8)
 
@@ -30,7 +32,7 @@ def test_the_reference_against_itself_is_exactly_zero():
 
 def test_perplexity_is_that_of_a_loop_by_hand():
     loaded = toys.loaded()
-    results = run("none", model=loaded, max_tokens=94)
+    results = run("none", model=loaded, max_tokens=94, tasks=["perplexity"])
     ids = loaded.tokenizer(toys.TEXT)["input_ids"]
     nll = []
     for start in (0, 60):
@@ -46,10 +48,10 @@ def test_perplexity_is_that_of_a_loop_by_hand():
 
 def test_results_depend_on_the_chunk_by_rounding_only():
     model = toys.loaded()
-    ones, many = (run("static", model=model, protocol=Protocol(60, 12, chunk)) for chunk in (1, 13))
+    ones, many = (run("static", model=model, protocol=Protocol(60, 12, chunk), tasks=["fidelity"]) for chunk in (1, 13))
     assert ones.scored_tokens == many.scored_tokens
     assert ones.reference.samples.nll == pytest.approx(many.reference.samples.nll, abs=1e-4)
-    assert (ones.reference.samples.lengths == many.reference.samples.lengths).all()
+    assert (ones.positions.targets == many.positions.targets).all()
 
 
 def test_a_seed_gives_the_same_results_again():
@@ -88,7 +90,7 @@ def test_a_cache_that_is_not_what_it_declares_raises_and_keeps_the_numbers(spec,
 
 
 def test_bytes_are_those_at_the_end_of_the_first_window():
-    results = run("static", "none")
+    results = run("static", "none", tasks=["fidelity"])
     per_token = 2 * 2 * 2 * 8 * 4
     assert results.reference.tokens_held == 59
     assert results.reference.bytes_held == 59 * per_token
@@ -113,6 +115,25 @@ def test_requests_that_cannot_work_are_refused_before_anything_runs():
 def test_a_cache_that_cannot_run_here_is_refused_before_the_text_is_read():
     with pytest.raises(ConfigError, match="'toys:unable' cannot run on this model and machine: OSError: no device"):
         run("toys:unable")
+
+
+def test_only_what_was_asked_for_is_measured():
+    results = run("toys:rounded", tasks=["perplexity"])
+    assert results.tasks == ("perplexity",)
+    assert results.caches[0].proof_note == results.reference.proof_note == "the task exactness was not asked for"
+    headings = main_table(results).columns
+    assert "perplexity" in headings
+    assert "KL mean" not in headings
+    assert "float64 proof" not in headings
+
+
+def test_tasks_by_name():
+    assert parse_tasks(["all"]) == TASKS
+    assert parse_tasks(["exactness, perplexity", "exactness"]) == ("perplexity", "exactness")
+    with pytest.raises(InputError, match="did you mean 'fidelity'"):
+        parse_tasks(["fidelty"])
+    with pytest.raises(InputError, match="at least one task"):
+        parse_tasks([])
 
 
 def test_results_are_frozen():

@@ -2,14 +2,17 @@
 
 # ruff: noqa: ARG002 - the signatures are those of transformers
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
-from hf_kvcache.evaluation import LoadedModel
+from hf_kvcache.evaluation import LoadedModel, needles, retrieval
 
 
 class Claim(NamedTuple):
@@ -75,6 +78,52 @@ class Rounded(ToyCache):
         return states.to(torch.bfloat16).to(states.dtype)
 
 
+class RandomEviction(ToyCache):
+    """The negative control: half of the old tokens, drawn at random, read as nothing."""
+
+    exactness = Claim("approximate", "keeps half of the tokens, at random")
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        old = states.shape[-2] - new
+        kept = torch.rand(old, generator=torch.Generator().manual_seed(old)) < 0.5
+        kept = torch.cat([kept, torch.ones(new, dtype=torch.bool)])
+        return states * kept[:, None].to(states)
+
+
+class BoastingEviction(RandomEviction):
+    """The negative control, calling itself exact."""
+
+    exactness = Claim("rounding", "a lie")
+
+
+class Bits(ToyCache):
+    """The history is read back in few bits a number, with a scale for each token and head."""
+
+    exactness = Claim("approximate", "few bits")
+    bits = 0
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        scale = states.abs().amax(dim=-1, keepdim=True) / (2 ** (self.bits - 1) - 1)
+        return (states / scale).round() * scale
+
+
+class PlantedError(ToyCache):
+    """The old keys and values of one layer are off by 1e-3 of themselves."""
+
+    exactness = Claim("approximate", "an error of 1e-3 in layer 1")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        self.now = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        if self.now != 1 or states.shape[-2] == new:
+            return states
+        states = states.clone()
+        states[..., :-new, :] *= 1 + 1e-3
+        return states
+
+
 class Idle(ToyCache):
     """Calls itself approximate and changes nothing."""
 
@@ -96,11 +145,25 @@ class NotANumber(ToyCache):
         return states * float("nan") if states.shape[-2] > new else states
 
 
+class Shortened(ToyCache):
+    """Gives back the newest 10 tokens only."""
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        return states[..., -10:, :]
+
+
 class Unable(DynamicCache):
     """Needs something this machine does not have."""
 
     def update(self, *args: Any, **kwargs: Any):
         raise OSError("no device")
+
+
+class Uncopyable(DynamicCache):
+    """Holds something that cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        raise TypeError("no copies")
 
 
 class Hollow(DynamicCache):
@@ -126,6 +189,30 @@ def rounded(config: PreTrainedConfig) -> Cache:
     return Rounded(config=config)
 
 
+def random_eviction(config: PreTrainedConfig) -> Cache:
+    return RandomEviction(config=config)
+
+
+def boasting_eviction(config: PreTrainedConfig) -> Cache:
+    return BoastingEviction(config=config)
+
+
+def _few_bits(bits: int) -> Callable[[PreTrainedConfig], Cache]:
+    def build(config: PreTrainedConfig) -> Cache:
+        cache = Bits(config=config)
+        cache.bits = bits
+        return cache
+
+    return build
+
+
+bits3, bits4, bits5, bits6, bits7 = map(_few_bits, (3, 4, 5, 6, 7))
+
+
+def planted_error(config: PreTrainedConfig) -> Cache:
+    return PlantedError(config=config)
+
+
 def idle(config: PreTrainedConfig) -> Cache:
     return Idle(config=config)
 
@@ -138,8 +225,16 @@ def not_a_number(config: PreTrainedConfig) -> Cache:
     return NotANumber(config=config)
 
 
+def shortened(config: PreTrainedConfig) -> Cache:
+    return Shortened(config=config)
+
+
 def unable(config: PreTrainedConfig) -> Cache:
     return Unable(config=config)
+
+
+def uncopyable(config: PreTrainedConfig) -> Cache:
+    return Uncopyable(config=config)
 
 
 def hollow(config: PreTrainedConfig) -> Cache:
@@ -179,6 +274,15 @@ def byte_tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
 
 def loaded(**changes: Any) -> LoadedModel:
     return LoadedModel(tiny_model(**changes), byte_tokenizer(), "tiny")
+
+
+@contextmanager
+def few_problems() -> Iterator[None]:
+    """Retrieval with two short kinds of problems only, which fit into 250 bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "WITH_DEPTH", {"pass key": needles.passkey})
+        patch.setattr(retrieval, "WITHOUT_DEPTH", {"one needle": needles.single})
+        yield
 
 
 TEXT = " ".join(f"The {number}th sentence tells of {number * 7} things." for number in range(200))

@@ -1,0 +1,183 @@
+"""Can what stands somewhere in a long text still be found? Length by depth, read through the cache."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm import tqdm
+
+from hf_kvcache.errors import InputError
+from hf_kvcache.evaluation import metrics, needles, tracing
+from hf_kvcache.evaluation.caches import Build, resolve_cache
+from hf_kvcache.evaluation.haystack import Make, Problem, fit
+from hf_kvcache.evaluation.journal import Journal
+from hf_kvcache.evaluation.models import LoadedModel
+from hf_kvcache.evaluation.protocols import Protocol
+from hf_kvcache.evaluation.reader import Reader
+from hf_kvcache.evaluation.results import Trial
+
+WITH_DEPTH: dict[str, Make] = {
+    "single needle": needles.single,
+    "multi-key needle": needles.multi_key,
+    "pass key": needles.passkey,
+    "key-value": needles.key_value,
+}
+"""Problems whose answer stands at one place."""
+
+WITHOUT_DEPTH: dict[str, Make] = {
+    "multi-value needle": needles.multi_value,
+    "multi-query needle": needles.multi_query,
+    "variable tracking": tracing.variable_tracking,
+    "common words": tracing.common_words,
+    "frequent words": tracing.frequent_words,
+}
+"""Problems whose answer stands all over the text."""
+
+SPARE_TOKENS = 8
+"""Tokens generated beyond those of the answer."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The problems of a retrieval run.
+
+    Attributes:
+        lengths_tokens: Lengths of context and question.
+        depths: Places of the answer, 0 (start) to 1 (end), for problems that have one.
+        samples: Problems of each kind at each length and depth.
+
+    Raises:
+        InputError: A size that makes no sense.
+    """
+
+    lengths_tokens: tuple[int, ...] = (512, 1024)
+    depths: tuple[float, ...] = (0.0, 0.5, 1.0)
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.lengths_tokens or not self.depths or min(self.lengths_tokens) < 1 or self.samples < 1:
+            raise InputError(f"retrieval needs lengths, depths and samples of at least 1, got {self}")
+        if min(self.depths) < 0 or max(self.depths) > 1:
+            raise InputError(f"depths lie between 0 (start) and 1 (end), got {list(self.depths)}")
+
+
+class _Prompt(NamedTuple):
+    """A problem at one place of the grid, as token ids."""
+
+    task: str
+    length_tokens: int
+    depth: float | None
+    sample: int
+    answers: tuple[str, ...]
+    context: Int[Tensor, "one context"]
+    question: Int[Tensor, "one question"]
+    gold: Int[Tensor, "one gold"]
+
+
+def measure_retrieval(
+    loaded: LoadedModel,
+    specs: Sequence[str],
+    grid: Grid,
+    protocol: Protocol,
+    seed: int = 0,
+    progress: bool = True,
+    journal: Journal | None = None,
+) -> list[tuple[Trial, ...]]:
+    """Put every problem of the grid to every cache; one tuple of trials for each of `specs`.
+
+    Args:
+        loaded: The model and its tokenizer.
+        specs: Caches, see `caches.py`.
+        grid: Lengths, depths, samples.
+        protocol: Prefill and chunk with which a context is read; the question is a chunk of its own after it, so
+            that it reads the context through the cache.
+        seed: Of the problems.
+        progress: Whether to show a progress bar.
+        journal: Where finished problems are kept, and found after an interruption.
+
+    Raises:
+        InputError: A length is too short for a problem.
+    """
+    prompts = list(_prompts(loaded, grid, seed))
+    longest = max(_tokens(of) for of in prompts)
+    builds = [resolve_cache(spec, longest) for spec in specs]
+    trials: list[list[Trial]] = []
+    for number, prompt in enumerate(tqdm(prompts, unit=" problems", desc="retrieval", disable=not progress)):
+        kept = journal.load(f"problem-{number}") if journal else None
+        if kept is None:
+            row = [_try(loaded, build, prompt, protocol) for build in builds]
+            if journal:
+                journal.save(f"problem-{number}", json.dumps(row).encode())
+        else:
+            row = [Trial(*of) for of in json.loads(kept)]
+        trials.append(row)
+    return [tuple(column) for column in zip(*trials, strict=True)]
+
+
+def mean(trials: Iterable[Trial], read: Callable[[Trial], float]) -> float:
+    """The mean of something over trials."""
+    values = [read(of) for of in trials]
+    return sum(values) / len(values)
+
+
+def _prompts(loaded: LoadedModel, grid: Grid, seed: int) -> Iterator[_Prompt]:
+    kinds: list[tuple[str, Make, tuple[float | None, ...]]] = [
+        *((name, make, grid.depths) for name, make in WITH_DEPTH.items()),
+        *((name, make, (None,)) for name, make in WITHOUT_DEPTH.items()),
+    ]
+    for name, make, depths in kinds:
+        for length, depth, sample in product(grid.lengths_tokens, depths, range(grid.samples)):
+            # The depth is no part of it: one problem moves through the text.
+            key = f"{seed}/{name}/{length}/{sample}"
+            problem = fit(make, length, 0.5 if depth is None else depth, key, loaded.tokenizer)
+            yield _tokenized(loaded, problem, _Prompt(name, length, depth, sample, problem.answers, *_NOTHING))
+
+
+_NOTHING = (torch.zeros(1, 0, dtype=torch.long),) * 3
+
+
+def _tokenized(loaded: LoadedModel, problem: Problem, prompt: _Prompt) -> _Prompt:
+    def ids(text: str, special: bool = False) -> Tensor:
+        return torch.tensor([loaded.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]])
+
+    gold = ids(" " + ", ".join(problem.answers))
+    return prompt._replace(context=ids(problem.context, special=True), question=ids(problem.question), gold=gold)
+
+
+def _tokens(prompt: _Prompt) -> int:
+    return prompt.context.shape[1] + prompt.question.shape[1] + prompt.gold.shape[1] + SPARE_TOKENS
+
+
+def _try(loaded: LoadedModel, build: Build, prompt: _Prompt, protocol: Protocol) -> Trial:
+    def read() -> tuple[Reader, Tensor]:
+        reader = Reader(loaded.model, build(loaded.model.config))
+        reader.feed_in_chunks(prompt.context, protocol)
+        return reader, reader.feed(prompt.question)
+
+    reader, logits = read()
+    other = _fork(reader) or read()[0]
+    gold = prompt.gold.to(logits.device)
+    tokens = gold.shape[1]
+    if tokens > 1:
+        logits_of_gold = torch.cat([logits[:, -1:], other.feed(gold[:, :-1], keep=tokens - 1)], dim=1)
+    else:
+        logits_of_gold = logits[:, -1:]
+    nll = metrics.negative_log_likelihood(metrics.log_probabilities(logits_of_gold[0]), gold[0])
+    written = str(loaded.tokenizer.decode(reader.greedy(logits, tokens + SPARE_TOKENS)[0]))
+    recall = sum(of.lower() in written.lower() for of in prompt.answers) / len(prompt.answers)
+    length = prompt.context.shape[1] + prompt.question.shape[1]
+    probability = float((-nll.mean()).exp())
+    return Trial(prompt.task, prompt.length_tokens, length, prompt.depth, prompt.sample, recall, probability, written)
+
+
+def _fork(reader: Reader) -> Reader | None:
+    """A copy of the reader, or None if its cache cannot be copied; then the text is read again."""
+    try:
+        return reader.fork()
+    except Exception:  # noqa: BLE001 - a foreign cache may raise anything
+        return None
