@@ -48,7 +48,8 @@ class QuantizedCache(KVCache):
         bits: Nominal bits per number, 2 to 8.
         key_bits: Bits of the keys, where they differ. Keys need more than values.
         value_bits: Bits of the values, where they differ.
-        codec: How blocks are encoded: a name in `hf_kvcache.codecs.CODECS`, or "auto", the best measured at these bits.
+        codec: How blocks are encoded: a name in `hf_kvcache.codecs.CODECS`, or "auto", the best measured at these
+            bits; "keys/values" where they differ, as in "mixed/affine".
         sinks: Tokens at the beginning that stay exact.
         recent: Tokens at the end that stay exact, at least.
         block_size: Tokens per encoded block.

@@ -236,6 +236,7 @@ def test_sealing_waits_for_the_reader() -> None:
         ({"bits": 9}, "bits"),
         ({"key_bits": 0}, "bits"),
         ({"codec": "zip"}, "known: auto"),
+        ({"codec": "mixed/zip"}, "known: auto"),
         ({"sinks": -1}, "sinks"),
         ({"recent": -1}, "recent"),
         ({"block_size": 0}, "block_size"),
@@ -277,6 +278,12 @@ def test_every_mode_generates(bits: int, mode: str) -> None:
     assert cache.get_seq_length() == generation.tokens_seen
     assert cache.exactness.kind == "approximate"
     assert cache.memory().scale_bytes > 0
+
+
+def test_keys_and_values_by_different_codecs() -> None:
+    config = decoder_config(tiny_model("llama"))
+    cache = build_cache(config, "quantized:key_bits=3,value_bits=8,codec=mixed/int8")
+    assert [codec.name for codec in cache.block_layers[0].codecs] == ["mixed", "int8"]
 
 
 def test_only_full_attention_is_encoded() -> None:

@@ -47,18 +47,21 @@ def make_codecs(codec: str, key_bits: int, value_bits: int) -> tuple[Codec, Code
     """The codec of the keys and the codec of the values.
 
     Args:
-        codec: A name in `CODECS`, or "auto": for each the best measured at its bits.
+        codec: A name in `CODECS`, or "auto", the best measured at the bits; two of them, as "keys/values", to differ.
         key_bits: Nominal bits per number of the keys.
         value_bits: Nominal bits per number of the values.
 
     Raises:
         ConfigError: No codec has this name, or it does not know these bits.
     """
-    if codec != "auto" and codec not in CODECS:
-        raise ConfigError(f"no codec is called {codec!r}; known: auto, {', '.join(CODECS)}")
-    keys, values = (CODECS[_best(bits) if codec == "auto" else codec] for bits in (key_bits, value_bits))
+    of_keys, _, of_values = codec.partition("/")
+    keys, values = _pair(of_keys, key_bits), _pair(of_values or of_keys, value_bits)
     return keys.keys(key_bits), values.values(value_bits)
 
 
-def _best(bits: int) -> str:
-    return "mixed" if bits <= 4 else "grid"
+def _pair(name: str, bits: int) -> CodecPair:
+    if name == "auto":
+        name = "mixed" if bits <= 4 else "grid"
+    if name not in CODECS:
+        raise ConfigError(f"no codec is called {name!r}; known: auto, {', '.join(CODECS)}")
+    return CODECS[name]
