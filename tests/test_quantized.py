@@ -280,6 +280,20 @@ def test_every_mode_generates(bits: int, mode: str) -> None:
     assert cache.memory().scale_bytes > 0
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_bytes_can_be_planned(bits: int) -> None:
+    """States without values take what real ones take."""
+    model = tiny_model("llama", torch.float32)
+    spec = f"quantized:bits={bits},sinks=2,recent=4,block_size=4"
+    real, planned = (build_cache(decoder_config(model), spec) for _ in range(2))
+    with torch.no_grad():
+        model(prompt(rows=2, tokens=60), **{CACHE_ARGUMENT: real})
+    heads, width = model.config.num_key_value_heads, model.config.head_dim
+    for planned_layer in planned.block_layers:
+        planned_layer.update(*[torch.empty(2, heads, 60, width, device="meta")] * 2)
+    assert planned.memory()[:5] == real.memory()[:5]
+
+
 def test_keys_and_values_by_different_codecs() -> None:
     config = decoder_config(tiny_model("llama"))
     cache = build_cache(config, "quantized:key_bits=3,value_bits=8,codec=mixed/int8")

@@ -108,6 +108,8 @@ class QuantizedLayer(BlockLayer):
     def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Handles on the states themselves: their queries are seen on the way."""
         keys, values = key_states.contiguous(), value_states.contiguous()
+        if keys.is_meta:  # only bytes are asked for, and no query is going to come
+            self.observe(keys)
         return (
             Handle(self, 0, 0, 1, keys.shape, keys, keys),
             Handle(self, 1, 0, 1, values.shape, values, values),
