@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .codec import Codec, Fit, Part, check_bits
 from .grouped import apply_scales, group_count, scaled_scores, scaled_sum
-from .midpoints import code, code_parts, points, to_half
+from .midpoints import code, code_parts, points, scale_of, to_half
 from .packing import pack
 
 
@@ -37,31 +37,31 @@ class Affine(Codec):
 
     def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
         grouped = states.unflatten(-1, (group_count(states.shape[-1]), -1))
-        middles, steps = range_of(grouped, -1, self.bits)
-        codes = code(grouped - middles.to(states.dtype), steps, self.bits)
-        return [*pack(codes.flatten(-2), self.bits), steps.squeeze(-1), middles.squeeze(-1)]
+        middles, scales = range_of(grouped, -1, self.bits)
+        codes = code(grouped - middles.to(states.dtype), scales, self.bits)
+        return [*pack(codes.flatten(-2), self.bits), scales.squeeze(-1), middles.squeeze(-1)]
 
     def scores(
         self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
     ) -> Float[Tensor, "heads queries tokens"]:
         (query,) = prepared
-        *planes, steps, middles = parts
-        products = scaled_scores(query, points(planes, self.bits, query.dtype), steps)
+        *planes, scales, middles = parts
+        products = scaled_scores(query, points(planes, self.bits, query.dtype), scales)
         sums = query.to(products.dtype).unflatten(-1, (middles.shape[-1], -1)).sum(-1)
         return torch.baddbmm(products, sums, middles.to(products.dtype).transpose(1, 2))
 
     def weighted_sum(
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
     ) -> Float[Tensor, "heads queries width"]:
-        *planes, steps, middles = parts
-        sums = scaled_sum(weights, points(planes, self.bits, dtype), steps)
+        *planes, scales, middles = parts
+        sums = scaled_sum(weights, points(planes, self.bits, dtype), scales)
         sums.unflatten(-1, (middles.shape[-1], -1)).add_((weights @ middles.to(weights.dtype))[..., None])
         return sums
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
-        *planes, steps, middles = parts
+        *planes, scales, middles = parts
         precise = torch.promote_types(dtype, torch.float32)
-        states = apply_scales(points(planes, self.bits, precise), steps)
+        states = apply_scales(points(planes, self.bits, precise), scales)
         states.unflatten(-1, (middles.shape[-1], -1)).add_(middles.to(precise)[..., None])
         return states.to(dtype)
 
@@ -69,7 +69,7 @@ class Affine(Codec):
 def range_of(
     states: Float[Tensor, "*shape"], axis: int, bits: int
 ) -> tuple[Float16[Tensor, "*reduced"], Float16[Tensor, "*reduced"]]:
-    """The middles of the ranges along an axis, and the steps of a grid that reaches from end to end; axes are kept."""
+    """The middles of the ranges along an axis, and the scales of a grid that reaches from end to end; axes are kept."""
     lowest, highest = states.aminmax(dim=axis, keepdim=True)
     middles = to_half((lowest + highest) / 2)
-    return middles, to_half((highest - lowest) / ((1 << bits) - 1))
+    return middles, scale_of((highest - lowest) / ((1 << bits) - 1), bits)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from .codec import Codec, Fit, Part, check_bits
@@ -15,12 +15,16 @@ from .midpoints import to_half
 from .packing import take
 
 _LARGEST_INTEGER = 127
+_UNIT = 1 / 128
 _LARGEST_FLOAT = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST_SCALE = 2.0**-24
 
 
 class Int8(Codec):
-    """States as signed integers, and one scale in 16 bits per token: its largest number is 127."""
+    """States as 128ths, signed, and one scale in 16 bits per token: its largest number becomes 127.
+
+    Whole numbers would overflow float16 in products.
+    """
 
     name = "int8"
 
@@ -34,8 +38,9 @@ class Int8(Codec):
         return [Part(block_size, width, torch.int8), Part(block_size, 1, torch.float16, is_scale=True)]
 
     def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
-        scales = to_half((states.abs().amax(-1, keepdim=True) / _LARGEST_INTEGER).clamp_min(_SMALLEST_SCALE))
-        integers = (states / scales.to(states.dtype)).round_().clamp_(-_LARGEST_INTEGER, _LARGEST_INTEGER)
+        largest = states.abs().amax(-1, keepdim=True)
+        scales = to_half((largest / (_LARGEST_INTEGER * _UNIT)).clamp_min(_SMALLEST_SCALE))
+        integers = (states / (scales.to(states.dtype) * _UNIT)).round_().clamp_(-_LARGEST_INTEGER, _LARGEST_INTEGER)
         return [integers.to(torch.int8), scales]
 
     def scores(
@@ -43,17 +48,21 @@ class Int8(Codec):
     ) -> Float[Tensor, "heads queries tokens"]:
         (query,) = prepared
         integers, scales = parts
-        return scaled_scores(query, integers.to(query.dtype), scales)
+        return scaled_scores(query, _fractions(integers, query.dtype), scales)
 
     def weighted_sum(
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
     ) -> Float[Tensor, "heads queries width"]:
         integers, scales = parts
-        return scaled_sum(weights, integers.to(dtype), scales)
+        return scaled_sum(weights, _fractions(integers, dtype), scales)
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
         integers, scales = parts
-        return apply_scales(integers.to(torch.promote_types(dtype, torch.float32)), scales).to(dtype)
+        return apply_scales(_fractions(integers, torch.promote_types(dtype, torch.float32)), scales).to(dtype)
+
+
+def _fractions(integers: Integer[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    return integers.to(dtype).mul_(_UNIT)
 
 
 class Fp8(Codec):

@@ -35,15 +35,15 @@ class ChannelKeys(Codec):
         return [*code_parts(self.name, width, block_size, self.bits), scale, scale]
 
     def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
-        middles, steps = range_of(states, 2, self.bits)
-        return [*pack(code(states - middles.to(states.dtype), steps, self.bits), self.bits), steps, middles]
+        middles, scales = range_of(states, 2, self.bits)
+        return [*pack(code(states - middles.to(states.dtype), scales, self.bits), self.bits), scales, middles]
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
-        *planes, steps, middles = parts
+        *planes, scales, middles = parts
         precise = torch.promote_types(dtype, torch.float32)
         states = points(planes, self.bits, precise)
-        blocks = states.unflatten(1, (steps.shape[1], -1))
-        blocks.mul_(steps.to(precise)[:, :, None]).add_(middles.to(precise)[:, :, None])
+        blocks = states.unflatten(1, (scales.shape[1], -1))
+        blocks.mul_(scales.to(precise)[:, :, None]).add_(middles.to(precise)[:, :, None])
         return states.to(dtype)
 
 

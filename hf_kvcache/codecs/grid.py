@@ -1,10 +1,10 @@
 """Rotated states on a uniform grid, for 5 bits and more: close to exact, and cheap to read.
 
-A Hadamard rotation spreads outliers over all channels (QuaRot, arXiv 2404.00456), so that one step per token, and per
+A Hadamard rotation spreads outliers over all channels (QuaRot, arXiv 2404.00456), so that one scale per token, and per
 64 channels of a wide head, fits all of them. Keys are centred by the means of their blocks; values are not, because
 the value of an attention sink is close to zero and carries the largest weights.
 
-Queries are rotated instead of keys, the output instead of the values, and the steps are applied to scores and weights.
+Queries are rotated instead of keys, the output instead of the values, and the scales are applied to scores and weights.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from .centring import add_mean_scores, block_means, centre, fit_means, mean_parts, prepare_means
 from .codec import Codec, Fit, Part, check_bits
 from .grouped import apply_scales, group_count, scaled_scores, scaled_sum
-from .midpoints import best_step, code, code_parts, points
+from .midpoints import best_scale, code, code_parts, points
 from .packing import pack
 from .rotation import rotation
 
 
 class GridValues(Codec):
-    """Values in 2 to 8 bits per number, and 16 bits for the step of each token and group of channels."""
+    """Values in 2 to 8 bits per number, and 16 bits for the scale of each token and group of channels."""
 
     name = "grid"
 
@@ -44,20 +44,20 @@ class GridValues(Codec):
     def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
         width = states.shape[-1]
         grouped = (states @ rotation(width, states.dtype, states.device)).unflatten(-1, (group_count(width), -1))
-        steps = best_step(grouped, self.bits)
-        return [*pack(code(grouped, steps[..., None], self.bits).flatten(-2), self.bits), steps]
+        scales = best_scale(grouped, self.bits)
+        return [*pack(code(grouped, scales[..., None], self.bits).flatten(-2), self.bits), scales]
 
     def weighted_sum(
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
     ) -> Float[Tensor, "heads queries width"]:
-        *planes, steps = parts
-        turned = scaled_sum(weights, points(planes, self.bits, dtype), steps)
+        *planes, scales = parts
+        turned = scaled_sum(weights, points(planes, self.bits, dtype), scales)
         return turned @ rotation(turned.shape[-1], turned.dtype, turned.device).T
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
-        *planes, steps = parts
+        *planes, scales = parts
         precise = torch.promote_types(dtype, torch.float32)
-        turned = apply_scales(points(planes, self.bits, precise), steps)
+        turned = apply_scales(points(planes, self.bits, precise), scales)
         return (turned @ rotation(turned.shape[-1], precise, turned.device).T).to(dtype)
 
 
@@ -85,8 +85,8 @@ class GridKeys(GridValues):
         self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
     ) -> Float[Tensor, "heads queries tokens"]:
         turned, *of_means = prepared
-        *planes, steps, means = parts
-        products = scaled_scores(turned, points(planes, self.bits, turned.dtype), steps)
+        *planes, scales, means = parts
+        products = scaled_scores(turned, points(planes, self.bits, turned.dtype), scales)
         return add_mean_scores(products, of_means, means)
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:

@@ -1,4 +1,7 @@
-"""The uniform grid without a zero: ±1/2, ±3/2 and so on, in steps. Its points are exact in bfloat16 up to 8 bits."""
+"""The uniform grid without a zero: the odd multiples of ``2**-bits`` between -1 and 1, under a scale.
+
+Up to 8 bits its points are exact in bfloat16 and float16, and within 1, so that no product of them overflows float16.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ def code_parts(name: str, width: int, block_size: int, bits: int) -> list[Part]:
     return [Part(block_size, count, plane) for count, plane in plane_shapes(width, bits)]
 
 
-def best_step(states: Float[Tensor, "*groups width"], bits: int) -> Float16[Tensor, "*groups"]:
-    """The step of each group for a grid around zero: from 5 bits on the one that just reaches the largest number.
+def best_scale(states: Float[Tensor, "*groups width"], bits: int) -> Float16[Tensor, "*groups"]:
+    """The scale of each group for a grid around zero: from 5 bits on the one that just reaches the largest number.
 
     With fewer bits it is the best one for a normal distribution where that is smaller, and then replaced by the one
     that fits the chosen points best (least squares).
@@ -42,7 +45,12 @@ def best_step(states: Float[Tensor, "*groups width"], bits: int) -> Float16[Tens
         step = torch.minimum(step, states.square().mean(-1).sqrt() * _NORMAL_STEP[bits]).clamp_min_(1e-30)
         points = (states / step[..., None]).add_(half).round_().clamp_(0, 2 * half).sub_(half)
         step = torch.linalg.vecdot(states, points) / points.square().sum(-1)
-    return to_half(step)
+    return scale_of(step, bits)
+
+
+def scale_of(step: Float[Tensor, "*shape"], bits: int) -> Float16[Tensor, "*shape"]:
+    """The scale under which neighbouring points are a step apart, as it is stored."""
+    return to_half(step / _unit(bits))
 
 
 def to_half(numbers: Float[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
@@ -50,19 +58,25 @@ def to_half(numbers: Float[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
     return numbers.clamp(-_LARGEST_HALF, _LARGEST_HALF).to(torch.float16)
 
 
-def code(states: Float[Tensor, "*shape"], step: Float16[Tensor, "*per_group"], bits: int) -> Int32[Tensor, "*shape"]:
-    """The number of the nearest point for each state; `step`, as it is stored, is broadcast."""
+def code(states: Float[Tensor, "*shape"], scale: Float16[Tensor, "*per_group"], bits: int) -> Int32[Tensor, "*shape"]:
+    """The number of the nearest point for each state; `scale`, as it is stored, is broadcast."""
     half = _half(bits)
-    steps = step.to(states.dtype).clamp_min_(_SMALLEST_HALF)
-    return (states / steps).add_(half).round_().clamp_(0, 2 * half).to(torch.int32)
+    step = scale.to(states.dtype).clamp_min_(_SMALLEST_HALF) * _unit(bits)
+    return (states / step).add_(half).round_().clamp_(0, 2 * half).to(torch.int32)
 
 
 def points(planes: Sequence[Tensor], bits: int, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
-    """The points of packed codes, in steps."""
+    """The points of packed codes."""
     width = planes[0].shape[-1] * 8 // plane_bits(bits)[0]
-    codes = planes[0] if bits == 8 else unpack(planes, bits, width)
-    return codes.to(dtype).sub_(_half(bits))
+    numbers = (planes[0] if bits == 8 else unpack(planes, bits, width)).to(dtype)
+    lowest = torch.full((), -_half(bits) * _unit(bits), dtype=dtype, device=numbers.device)
+    return torch.add(lowest, numbers, alpha=_unit(bits), out=numbers)
 
 
 def _half(bits: int) -> float:
     return ((1 << bits) - 1) / 2
+
+
+def _unit(bits: int) -> float:
+    """The distance of neighbouring points: a power of two."""
+    return 2.0 ** (1 - bits)

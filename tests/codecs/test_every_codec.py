@@ -95,6 +95,7 @@ def test_each_bit_halves_the_error(name: str, kind: str) -> None:
         *((width, torch.float64, 1e-11) for width in WIDTHS),
         *((width, torch.float32, 1e-5) for width in (16, 64, 192)),
         *((width, torch.bfloat16, 2e-2) for width in (64, 192)),
+        *((width, torch.float16, 3e-3) for width in (64, 192)),
     ],
 )
 @pytest.mark.parametrize(("name", "bits"), ALL)
@@ -117,6 +118,14 @@ def test_attention_is_that_over_decoded_states(
     decoded = values.decode(precise).to(torch.float64)
     size = weights.to(torch.float64) @ decoded.square().mean(-1, keepdim=True).sqrt()
     assert ((sums.to(torch.float64) - weights.to(torch.float64) @ decoded).abs() / size).max() < tolerance
+
+
+@pytest.mark.parametrize(("name", "bits"), ALL)
+def test_products_in_float16_do_not_overflow(name: str, bits: int) -> None:
+    keys = encode(make(name, bits, "keys"), states(name, "keys", 256, dtype=torch.float32))
+    query = 50 * torch.randn(2, 50, 256, generator=torch.Generator().manual_seed(1)).to(torch.float16)
+    scores = keys.codec.scores(keys.codec.prepare(query, keys.fit), keys.parts, keys.fit)
+    assert torch.isfinite(scores).all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
