@@ -34,7 +34,9 @@ def model_fingerprint(model: PreTrainedModel) -> str:
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """The raw bytes of a tensor in row-major order."""
-    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # A single element keeps whatever stride it had, and counts as contiguous.
+    return bytes(flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8).numpy())
 
 
 def _tensors(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:

@@ -106,6 +106,14 @@ def test_positions_are_remembered(strategy: Strategy, tmp_path: Path) -> None:
     check_equal(loaded, cache)
 
 
+@every_strategy
+def test_one_row_saved_right_after_its_prompt(strategy: Strategy, tmp_path: Path) -> None:
+    """Its one last position is a view with the stride of a row."""
+    model, cache = filled(strategy, rows=1)
+    cache.save(tmp_path / "cache", model)
+    check_equal(KVCache.load(tmp_path / "cache", model), cache)
+
+
 def test_saved_over_an_older_file(tmp_path: Path) -> None:
     model, cache = filled(STRATEGIES[0])
     cache.save(tmp_path / "cache", model)
