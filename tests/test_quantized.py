@@ -95,6 +95,23 @@ def test_sinks_and_recent_tokens_are_exact_and_the_rest_is_not() -> None:
         assert 0 < error < 0.02
 
 
+def test_large_key_biases_do_no_harm() -> None:
+    """Channels far from zero, as biased projections make them, ruin a plain grid and leave the default as it is."""
+    errors = {}
+    for codec in ("affine", "auto"):
+        for bias in (0.0, 300.0):
+            target = QuantizedLayer(make_codecs(codec, 4, 4), 16, SINKS, RECENT)
+            tokens = states(400)
+            tokens[0][..., [2, 5]] += torch.tensor([bias, -bias], dtype=torch.float64)
+            begin, end = split(tokens, 399, 1)
+            feed(target, begin)
+            found = feed(target, end)
+            expected = scaled_dot_product_attention(end[2], tokens[0], tokens[1], enable_gqa=True)
+            errors[codec, bias] = ((found - expected).norm() / expected.norm()).item()
+    assert errors["auto", 300.0] < 1.5 * errors["auto", 0.0] < 0.3
+    assert errors["affine", 300.0] > 5 * errors["auto", 300.0]
+
+
 def test_a_batch_reads_as_its_rows_do_alone() -> None:
     tokens = states(120, rows=3)
     together = layer()
