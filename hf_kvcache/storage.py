@@ -122,11 +122,11 @@ def _store_quantized(history: QuantizedTable, name: str, tensors: dict[str, Tens
     for number, pair in enumerate(history.fits):
         for kind, fit in zip(("keys", "values"), pair, strict=True):
             tensors |= {f"{name}.fit.{number}.{kind}.{key}": value.cpu().contiguous() for key, value in fit.items()}
-    queries = history.known_queries()
-    if queries is not None:
-        tensors[f"{name}.queries"] = queries[1].cpu().contiguous()
+    squares = history.queries.squares
+    if squares is not None:
+        tensors[f"{name}.queries"] = squares.cpu().contiguous()
     return {
-        "queries": None if queries is None else queries[0],
+        "queries": history.queries.counts,
         "sinks": _store_table(history.sinks, f"{name}.sinks", tensors),
         "encoded": _store_table(history.encoded, f"{name}.encoded", tensors),
         "raw": _store_table(history.raw, f"{name}.raw", tensors),
@@ -157,7 +157,7 @@ def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str,
     ]
     history.resume(stored["tokens"], stored["raw_begin"], stored["lengths"], fits, stored["fit_of_row"])
     if "queries" in parts:
-        history.recall_queries(stored["queries"], parts["queries"])
+        history.queries.recall(stored["queries"], parts["queries"])
     return history
 
 

@@ -17,7 +17,7 @@ from hf_kvcache.attention import streaming
 from hf_kvcache.codecs import make_codecs
 from hf_kvcache.codecs.mixed import MixedKeys
 from hf_kvcache.quantized import QuantizedLayer, QuantizedTable
-from hf_kvcache.quantized import table as table_module
+from hf_kvcache.quantized import plan as plan_module
 
 HEADS, GROUPS, WIDTH, BLOCK, SINKS, RECENT = 2, 3, 16, 8, 3, 10
 
@@ -65,7 +65,7 @@ def test_attention_is_that_over_the_decoded_history(
     if not at_once:
         monkeypatch.setattr(streaming, "_MOST_SCORES", 0)
         monkeypatch.setattr(streaming, "_MOST_QUERIES", 7)
-        monkeypatch.setattr(table_module, "_CHUNK_ELEMENTS", 2 * HEADS * WIDTH * BLOCK)
+        monkeypatch.setattr(plan_module, "_CHUNK_ELEMENTS", 2 * HEADS * WIDTH * BLOCK)
     target = layer()
     begin, end = split(states(100 + queries, rows), 100, queries)
     feed(target, begin)
@@ -142,7 +142,7 @@ def test_decoding_works_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr(MixedKeys, "scores", spy)
-    monkeypatch.setattr(table_module, "_CHUNK_ELEMENTS", 4 * HEADS * WIDTH * BLOCK)
+    monkeypatch.setattr(plan_module, "_CHUNK_ELEMENTS", 4 * HEADS * WIDTH * BLOCK)
     for tokens in (100, 400):
         target = layer()
         begin, end = split(states(tokens + 1), tokens, 1)

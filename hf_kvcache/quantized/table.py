@@ -7,9 +7,7 @@ tokens behind that boundary, so that a history cut back by up to so much is read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -17,13 +15,12 @@ from torch import Tensor
 
 from ..attention import materialize
 from ..attention.streaming import Piece, exact_source
-from ..blocks import BlockPool, BlockTable, ColumnTable, Run, Usage
+from ..blocks import BlockPool, BlockTable, ColumnTable, Usage
 from ..codecs import Codec, Fit
 from ..errors import StateError
+from .plan import ReadingPlan, plan_reading
 from .pool import EncodedPool, EncodedRun, EncodedSource
-
-# Elements of keys decoded at once: 4 MiB of bfloat16. Smaller chunks fit a core's cache, but cost more calls.
-_CHUNK_ELEMENTS = 1 << 21
+from .queries import QueryRecord
 
 # Tokens after the sinks that a fit looks at, at most.
 _FIT_TOKENS = 256
@@ -33,31 +30,6 @@ _ENCODE_BLOCKS = 16
 
 # Tokens per block of the raw parts; small, because a block is kept or released as a whole.
 _RAW_BLOCK_TOKENS = 16
-
-
-class _SeenQueries(NamedTuple):
-    """Mean squares of the queries of one update."""
-
-    end: int
-    """One past the position of the last of them."""
-    queries: int
-    squares: Tensor
-    """``[rows, key_heads, width]``"""
-
-
-class _Chunk(NamedTuple):
-    """Encoded blocks that are decoded together."""
-
-    rows: list[int] | None
-    """The rows that read them; None for all."""
-    begin: int
-    """Place of the first token among the encoded ones."""
-    tokens: int
-    run: tuple[int, int]
-    """First block, and number of blocks, of the run they are part of."""
-    first: int
-    """First of them, counted from the run's."""
-    blocks: int
 
 
 class QuantizedTable:
@@ -98,9 +70,9 @@ class QuantizedTable:
         """Tokens of each encoded column: the block size, but less where a history was cut back inside a block."""
         self.fits: list[tuple[Fit, Fit]] = []
         self.fit_of_row: list[int] = []
-        self._queries: list[_SeenQueries] = []
+        self.queries = QueryRecord()
         self._exact_from = sinks
-        self._reading: tuple[tuple[int, int, int], list[_Chunk], int] = ((-1, -1, -1), [], 0)
+        self._plans: tuple[tuple[int, int], ReadingPlan] = ((-1, -1), ReadingPlan([], 0))
 
     # ------------------------------------------------------------------------------------------------- telling
 
@@ -134,7 +106,7 @@ class QuantizedTable:
         encoded, pool = self.encoded, self._encoded_pool
         used = pool.used_blocks
         scales = used * pool.scale_bytes + sum(_bytes(fit) for pair in self.fits for fit in pair)
-        scales += sum(seen.squares.nbytes for seen in self._queries)
+        scales += self.queries.nbytes
         codes = used * (pool.block_bytes - pool.scale_bytes)
         of_encoded = Usage(codes, scales, pool.free_blocks * pool.block_bytes, encoded.table_bytes)
         parts = (self.sinks.usage(), of_encoded, self.raw.usage())
@@ -186,22 +158,7 @@ class QuantizedTable:
         if self.fits or not self.codecs[0].wants_queries or begin >= self.sink_tokens + self.block_size or end <= begin:
             return
         first = query.shape[2] - (self.tokens - begin)
-        heads = self.raw.pool.keys.shape[0]
-        part = query[:, :, first : first + end - begin].detach()
-        squares = part.to(torch.promote_types(part.dtype, torch.float32)).square().mean(2)
-        self._queries.append(_SeenQueries(end, end - begin, squares.unflatten(1, (heads, -1)).mean(2)))
-
-    def known_queries(self) -> tuple[tuple[int, int], Tensor] | None:
-        """What `observe` saw: ((end of the last tokens, number of queries), mean squares), for `recall_queries`."""
-        self._merge_queries()
-        if not self._queries:
-            return None
-        seen = self._queries[0]
-        return (seen.end, seen.queries), seen.squares
-
-    def recall_queries(self, seen: Sequence[int], squares: Float[Tensor, "rows key_heads width"]) -> None:
-        """Take over what another table of the same history saw."""
-        self._queries = [_SeenQueries(seen[0], seen[1], squares)]
+        self.queries.add(query[:, :, first : first + end - begin], self.raw.pool.keys.shape[0], end)
 
     def resume(
         self,
@@ -221,7 +178,6 @@ class QuantizedTable:
         begin = self.raw_begin
         end = min(end, begin + max(_FIT_TOKENS // self.block_size, 1) * self.block_size)
         columns = (end - begin) // self.raw.pool.block_size
-        self._merge_queries()
         texts: dict[tuple[int, ...], int] = {}
         for row, own in enumerate(self.raw.private):
             text = tuple([*self.raw.shared, *own][:columns])
@@ -230,18 +186,13 @@ class QuantizedTable:
                 self.fits.append(self._fit_row(row, text))
             self.fit_of_row.append(texts[text])
 
-    def _merge_queries(self) -> None:
-        if len(self._queries) > 1:
-            count = sum(seen.queries for seen in self._queries)
-            squares = torch.stack([seen.squares * seen.queries for seen in self._queries]).sum(0) / count
-            self._queries = [_SeenQueries(self._queries[-1].end, count, squares)]
-
     def _fit_row(self, row: int, blocks: Sequence[int]) -> tuple[Fit, Fit]:
         keys, values = self.raw.pool.gather(torch.tensor([list(blocks)], device=self.raw.pool.device))
-        squares = self._queries[0].squares[row] if self._queries else None
+        squares = self.queries.squares
+        seen = (None if squares is None else squares[row], None)
         fits = [
             codec.fit(_precise(states[0]), known)
-            for codec, states, known in zip(self.codecs, (keys, values), (squares, None), strict=True)
+            for codec, states, known in zip(self.codecs, (keys, values), seen, strict=True)
         ]
         return fits[0], fits[1]
 
@@ -285,7 +236,7 @@ class QuantizedTable:
 
         See `in_reading_order` for the places of the tokens.
         """
-        chunks, end = self._plan()
+        chunks, end = self._plan
         pieces = []
         runs: dict[tuple[int, int], EncodedRun] = {}
         for rows, begin, tokens, run, first, blocks in chunks:
@@ -299,45 +250,19 @@ class QuantizedTable:
 
     def in_reading_order(self, columns: Tensor) -> Tensor:
         """`columns`, one per token along the last axis (a mask), in the order in which `pieces` has the tokens."""
-        sinks, end = min(self.tokens, self.sink_tokens), self._plan()[1]
+        sinks, end = min(self.tokens, self.sink_tokens), self._plan.tokens
         if not sinks or not end:
             return columns
         return torch.cat([columns[..., sinks : sinks + end], columns[..., :sinks], columns[..., sinks + end :]], dim=-1)
 
-    def _plan(self) -> tuple[list[_Chunk], int]:
-        """The chunks of encoded tokens to read, and how many tokens that is."""
-        state = (self.encoded.version, self._exact_from, len(self.lengths))
-        if self._reading[0] != state:
-            self._reading = (state, *self._build_plan())
-        return self._reading[1], self._reading[2]
-
-    def _build_plan(self) -> tuple[list[_Chunk], int]:
-        starts = list(accumulate(self.lengths, initial=0))
-        readable = sum(1 for end in starts[1:] if self.sink_tokens + end <= self._exact_from)
-        keys = self.raw.pool.keys
-        most = max(1, _CHUNK_ELEMENTS // (keys.shape[0] * keys.shape[2] * self.block_size))
-        chunks = []
-        for rows, column, block, blocks in self._encoded_runs(readable):
-            lengths = self.lengths[column : column + blocks]
-            for first, count in _chunks(lengths, most, self.block_size):
-                begin = starts[column + first]
-                tokens = starts[column + first + count] - begin
-                chunks.append(_Chunk(rows, begin, tokens, (block, blocks), first, count))
-        return chunks, starts[readable]
-
-    def _encoded_runs(self, columns: int) -> Iterator[tuple[list[int] | None, int, int, int]]:
-        """(rows, first column, first block, blocks) of the first `columns` encoded columns."""
-        for segment in self.encoded.segments():
-            blocks = min(segment.blocks, columns - segment.column)
-            if blocks <= 0:
-                continue
-            if isinstance(segment, Run):
-                rows = None if len(segment.rows) == self.rows else segment.rows
-                yield rows, segment.column, segment.block, blocks
-            else:
-                for row, numbers in enumerate(segment.slots.tolist()):
-                    for step, block in enumerate(numbers[:blocks]):
-                        yield [row], segment.column + step, block, 1
+    @property
+    def _plan(self) -> ReadingPlan:
+        state = (self.encoded.version, self._exact_from)
+        if self._plans[0] != state:
+            keys = self.raw.pool.keys
+            end = self._exact_from - self.sink_tokens
+            self._plans = (state, plan_reading(self.encoded, self.lengths, end, keys.shape[0] * keys.shape[2]))
+        return self._plans[1]
 
     def _exact(self) -> tuple[Tensor, Tensor]:
         """Copies ``[rows, heads, tokens, width]`` of the sinks and of the tokens that are read as they are."""
@@ -354,7 +279,7 @@ class QuantizedTable:
     def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
         """Contiguous ``[rows, heads, tokens, width]`` copies of what is read from `first_token` on."""
         exact = self._exact()
-        sinks, end = min(self.tokens, self.sink_tokens), self._plan()[1]
+        sinks, end = min(self.tokens, self.sink_tokens), self._plan.tokens
         copies = []
         for states in exact:
             copy = states.new_empty(*states.shape[:2], self.tokens, states.shape[3])
@@ -374,8 +299,7 @@ class QuantizedTable:
         for table in (self.sinks, self.encoded, self.raw):
             table.select(indices)
         self.fit_of_row = [self.fit_of_row[index] for index in indices] if self.fits else []
-        kept = torch.tensor(list(indices), device=self.raw.pool.device)
-        self._queries = [seen._replace(squares=seen.squares[kept]) for seen in self._queries]
+        self.queries.select(torch.tensor(list(indices), device=self.raw.pool.device))
 
     def truncate(self, tokens: int) -> None:
         """Forget everything after the first `tokens` tokens; nothing is encoded again."""
@@ -402,7 +326,7 @@ class QuantizedTable:
             self.raw_begin = max(tokens, self.sink_tokens)
         if not self.lengths:
             self.fits, self.fit_of_row = [], []
-        self._queries = [seen for seen in self._queries if seen.end <= tokens]
+        self.queries.truncate(tokens)
         self.tokens = tokens
         self._exact_from = max(min(self._boundary(tokens), self.encoded_end), self.raw_first)
 
@@ -435,15 +359,6 @@ class QuantizedTable:
             raise StateError(f"tokens {self.encoded_end} to {self.raw_first} are lost")
         if self.lengths and (len(self.fit_of_row) != self.rows or max(self.fit_of_row) >= len(self.fits)):
             raise StateError(f"{self.rows} rows have the fits {self.fit_of_row} of {len(self.fits)}")
-
-
-def _chunks(lengths: Sequence[int], most: int, block_size: int) -> Iterator[tuple[int, int]]:
-    """(first, count) of ranges of at most `most` blocks in which only the last one may be shortened."""
-    begin = 0
-    for index, tokens in enumerate(lengths):
-        if tokens < block_size or index + 1 - begin == most or index + 1 == len(lengths):
-            yield begin, index + 1 - begin
-            begin = index + 1
 
 
 def _bytes(fit: Fit) -> int:
