@@ -10,13 +10,14 @@ from ..errors import ConfigError
 from .affine import Affine
 from .bnb import BitsAndBytes
 from .bytewise import Fp8, Int8
+from .centred import CentredKeys
 from .channel import ChannelKeys, ChannelValues
 from .codec import Codec, Fit, Part
 from .exact import Exact
-from .grid import GridKeys, GridValues
+from .grid import Grid
 from .lloyd import LloydKeys, LloydValues
 from .mixed import MixedKeys
-from .tile import TileKeys, TileValues
+from .tile import Tile
 
 __all__ = ["CODECS", "Codec", "Fit", "Part", "make_codecs"]
 
@@ -31,9 +32,9 @@ class CodecPair(NamedTuple):
 CODECS: dict[str, CodecPair] = {
     "exact": CodecPair(Exact, Exact),
     "mixed": CodecPair(MixedKeys, LloydValues),
-    "grid": CodecPair(GridKeys, GridValues),
+    "grid": CodecPair(lambda bits: CentredKeys(Grid(bits)), Grid),
     "lloyd": CodecPair(LloydKeys, LloydValues),
-    "tile": CodecPair(TileKeys, TileValues),
+    "tile": CodecPair(lambda bits: CentredKeys(Tile(bits)), Tile),
     "affine": CodecPair(Affine, Affine),
     "channel": CodecPair(ChannelKeys, ChannelValues),
     "int8": CodecPair(Int8, Int8),

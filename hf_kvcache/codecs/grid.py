@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .centring import add_mean_scores, block_means, centre, fit_means, mean_parts, prepare_means
 from .codec import Codec, Fit, Part, check_bits
 from .grouped import apply_scales, group_count, scaled_scores, scaled_sum
 from .midpoints import best_scale, code, code_parts, points
@@ -23,8 +22,8 @@ from .packing import pack
 from .rotation import rotation
 
 
-class GridValues(Codec):
-    """Values in 2 to 8 bits per number, and 16 bits for the scale of each token and group of channels."""
+class Grid(Codec):
+    """States in 2 to 8 bits per number, and 16 bits for the scale of each token and group of channels."""
 
     name = "grid"
 
@@ -47,6 +46,17 @@ class GridValues(Codec):
         scales = best_scale(grouped, self.bits)
         return [*pack(code(grouped, scales[..., None], self.bits).flatten(-2), self.bits), scales]
 
+    def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
+        precise = query.to(torch.promote_types(query.dtype, torch.float32))
+        return ((precise @ rotation(query.shape[-1], precise.dtype, query.device)).to(query.dtype),)
+
+    def scores(
+        self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
+    ) -> Float[Tensor, "heads queries tokens"]:
+        (turned,) = prepared
+        *planes, scales = parts
+        return scaled_scores(turned, points(planes, self.bits, turned.dtype), scales)
+
     def weighted_sum(
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
     ) -> Float[Tensor, "heads queries width"]:
@@ -59,38 +69,3 @@ class GridValues(Codec):
         precise = torch.promote_types(dtype, torch.float32)
         turned = apply_scales(points(planes, self.bits, precise), scales)
         return (turned @ rotation(turned.shape[-1], precise, turned.device).T).to(dtype)
-
-
-class GridKeys(GridValues):
-    """Keys as the values, and 4 bits per channel and block for the means."""
-
-    def parts(self, width: int, block_size: int, dtype: torch.dtype) -> list[Part]:
-        return [*super().parts(width, block_size, dtype), *mean_parts(width)]
-
-    def fit(
-        self, states: Float[Tensor, "heads tokens width"], query_squares: Float[Tensor, "heads width"] | None
-    ) -> dict[str, Tensor]:
-        return fit_means(states)
-
-    def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
-        residual, means = centre(states, fit)
-        return [*super().encode(residual, fit), *means]
-
-    def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
-        precise = query.to(fit["mean"].dtype)
-        turned = precise @ rotation(query.shape[-1], precise.dtype, query.device)
-        return turned.to(query.dtype), *prepare_means(precise, fit)
-
-    def scores(
-        self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
-    ) -> Float[Tensor, "heads queries tokens"]:
-        turned, *of_means = prepared
-        *planes, scales, means = parts
-        products = scaled_scores(turned, points(planes, self.bits, turned.dtype), scales)
-        return add_mean_scores(products, of_means, means)
-
-    def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
-        *coded, means = parts
-        states = super().decode(coded, fit, fit["mean"].dtype)
-        states.unflatten(1, (means.shape[1], -1)).add_(block_means(means, fit)[:, :, None])
-        return states.to(dtype)

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 from ..attention import matmul
-from .centring import add_mean_scores, block_means, centre, fit_means, mean_parts, prepare_means
 from .codec import Fit, Part
 from .lloyd import LloydValues, code_tokens, token_scales
 from .packing import pack
@@ -24,8 +23,8 @@ from .rotation import rotation
 _ROUNDS = 8
 
 
-class TileValues(LloydValues):
-    """Values in 2, 3 or 4 bits per number, and 8 bits for each token and for each channel of a block."""
+class Tile(LloydValues):
+    """States in 2, 3 or 4 bits per number, and 8 bits for each token and for each channel of a block."""
 
     name = "tile"
 
@@ -37,6 +36,20 @@ class TileValues(LloydValues):
         channels = even_channels(turned)
         symbols, tokens = code_tokens(turned / token_scales(channels, turned.dtype), self.bits)
         return [*pack(symbols, sum(self.bits)), tokens[..., None], channels]
+
+    def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
+        precise = query.to(torch.promote_types(query.dtype, torch.float32))
+        return ((precise @ rotation(query.shape[-1], precise.dtype, query.device)).to(query.dtype),)
+
+    def scores(
+        self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
+    ) -> Float[Tensor, "heads queries tokens"]:
+        (turned,) = prepared
+        *planes, tokens, channels = parts
+        products = matmul.scores(turned, self._even(planes, channels, turned.dtype))
+        precise = torch.promote_types(turned.dtype, torch.float32)
+        products = products.to(precise, memory_format=torch.contiguous_format)
+        return products.mul_(token_scales(tokens, precise).transpose(1, 2))
 
     def weighted_sum(
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
@@ -59,43 +72,6 @@ class TileValues(LloydValues):
         levels = self._levels(planes, dtype)
         levels.unflatten(1, (channels.shape[1], -1)).mul_(token_scales(channels, dtype)[:, :, None])
         return levels
-
-
-class TileKeys(TileValues):
-    """Keys as the values, and 4 bits per channel and block for the means."""
-
-    def parts(self, width: int, block_size: int, dtype: torch.dtype) -> list[Part]:
-        return [*super().parts(width, block_size, dtype), *mean_parts(width)]
-
-    def fit(
-        self, states: Float[Tensor, "heads tokens width"], query_squares: Float[Tensor, "heads width"] | None
-    ) -> dict[str, Tensor]:
-        return fit_means(states)
-
-    def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
-        residual, means = centre(states, fit)
-        return [*super().encode(residual, fit), *means]
-
-    def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
-        precise = query.to(fit["mean"].dtype)
-        turned = precise @ rotation(query.shape[-1], precise.dtype, query.device)
-        return turned.to(query.dtype), *prepare_means(precise, fit)
-
-    def scores(
-        self, prepared: tuple[Tensor, ...], parts: Sequence[Tensor], fit: Fit
-    ) -> Float[Tensor, "heads queries tokens"]:
-        turned, *of_means = prepared
-        *planes, tokens, channels, means = parts
-        products = matmul.scores(turned, self._even(planes, channels, turned.dtype))
-        products = products.to(fit["mean"].dtype, memory_format=torch.contiguous_format)
-        products.mul_(token_scales(tokens, products.dtype).transpose(1, 2))
-        return add_mean_scores(products, of_means, means)
-
-    def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
-        *coded, means = parts
-        states = super().decode(coded, fit, fit["mean"].dtype)
-        states.unflatten(1, (means.shape[1], -1)).add_(block_means(means, fit)[:, :, None])
-        return states.to(dtype)
 
 
 def even_channels(

@@ -66,7 +66,8 @@ class QuantizedLayer(BlockLayer):
         """
         # On a GPU single tokens are not looked at, since that would make it wait at every step.
         if (key_states.device.type == "cpu" or key_states.shape[-2] > 1) and not key_states.is_meta:
-            total = key_states.sum(dtype=torch.float64) + value_states.sum(dtype=torch.float64)
+            # A sum is cheaper than a look at every number; one that overflows only means that the look is taken.
+            total = key_states.sum(dtype=torch.float32) + value_states.sum(dtype=torch.float32)
             if not math.isfinite(total.item()):
                 for name, states in (("keys", key_states), ("values", value_states)):
                     _check_finite(name, states, self.get_seq_length())
