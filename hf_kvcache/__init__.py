@@ -1,6 +1,6 @@
 """Cache strategies for Hugging Face Transformers: one history, kept, shared, moved, encoded or dropped."""
 
-from .cache import Exactness, KVCache, Memory
+from .cache import KVCache, Memory
 from .caches import PagedCache, QuantizedCache
 from .errors import (
     ConfigError,
@@ -11,6 +11,7 @@ from .errors import (
     StateError,
     StorageError,
 )
+from .exactness import Exactness
 from .spec import build_cache
 
 __all__ = [

@@ -19,22 +19,13 @@ from transformers.cache_utils import (
 
 from .blocks import Usage
 from .errors import ConfigError, InputError, StateError
+from .exactness import Exactness, loosest
 from .layer import BlockLayer, layer_tensors
 from .positions import PositionGuard
-from .quantized import Quantization, QuantizedLayer
+from .quantized import Quantization
 from .tokens import TokenRecord
 
 _BLOCK_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-
-
-class Exactness(NamedTuple):
-    """What a cache claims about its results; the evaluation module checks the claim."""
-
-    kind: str
-    """"bitwise" (the same tensors reach the same kernels), "rounding" (the same real numbers, added in another
-    order) or "approximate"."""
-    reason: str
-    """Why, in one sentence."""
 
 
 class Memory(NamedTuple):
@@ -311,12 +302,8 @@ class KVCache(DynamicCache):
 
     @property
     def exactness(self) -> Exactness:
-        """What this cache claims about its results."""
-        if any(isinstance(layer, QuantizedLayer) and not layer.is_exact for layer in self.block_layers):
-            return Exactness("approximate", f"full-attention layers are encoded: {self.quantization}")
-        if self.fused:
-            return Exactness("rounding", "blocks are read in place: the same sums, added in another order")
-        return Exactness("bitwise", "the model gets the tensors that transformers' dynamic cache returns")
+        """What this cache claims about its results: the loosest claim of its layers."""
+        return loosest(layer.exactness for layer in self.block_layers)
 
     def options(self) -> dict[str, Any]:
         """What it was built with, as the options of a specification."""

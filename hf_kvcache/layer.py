@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .attention import attend, materialize
 from .blocks import BlockPool, BlockTable, History
 from .errors import ConfigError, InputError, StateError
+from .exactness import BITWISE, Exactness
 from .handle import Handle
 
 
@@ -232,6 +233,13 @@ class BlockLayer(CacheLayerMixin):
         self.dtype, self.device = table.raw_pool.keys.dtype, table.raw_pool.keys.device
         self.is_initialized = True
         self.version += 1
+
+    @property
+    def exactness(self) -> Exactness:
+        """What this layer claims about its results."""
+        if self.fused:
+            return Exactness("rounding", "blocks are read in place: the same sums, added in another order")
+        return BITWISE
 
     def describe(self) -> str:
         """What the layer is and holds, in one line."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..attention.streaming import attend_streaming
 from ..codecs import Codec
 from ..errors import ConfigError, InputError, StateError
+from ..exactness import Exactness
 from ..handle import Handle
 from ..layer import BlockLayer
 from .table import QuantizedTable
@@ -40,9 +41,11 @@ class QuantizedLayer(BlockLayer):
         self.recent = recent
 
     @property
-    def is_exact(self) -> bool:
-        """Whether nothing is lost."""
-        return all(codec.exact for codec in self.codecs)
+    def exactness(self) -> Exactness:
+        """What this layer claims about its results."""
+        if all(codec.exact for codec in self.codecs):
+            return super().exactness
+        return Exactness("approximate", f"full-attention layers are encoded: {self._storage()}")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Fix heads, widths, dtype and device from a sample of the states.

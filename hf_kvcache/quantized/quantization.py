@@ -30,10 +30,6 @@ class Quantization:
     def __post_init__(self) -> None:
         self.layer(0, 64)
 
-    def __str__(self) -> str:
-        keys, values = make_codecs(self.codec, self.key_bits, self.value_bits)
-        return f"keys {keys!r}, values {values!r}, {self.sinks} sinks and {self.recent} recent tokens exact"
-
     def layer(self, index: int, block_size: int) -> QuantizedLayer:  # noqa: ARG002
         """The empty history of layer `index`."""
         codecs = make_codecs(self.codec, self.key_bits, self.value_bits)
