@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..units import positive
 from .capacity import Planned, largest
 from .compute import model_work, step_flops
 from .gpus import Gpu
-from .units import positive
 from .weights import step_weight_bytes
 
 

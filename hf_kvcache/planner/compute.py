@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from ..units import Number, positive
 from .shapes import ModelShape
-from .units import Number, positive
 from .weights import active_parameters
 
 

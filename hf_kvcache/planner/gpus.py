@@ -11,7 +11,7 @@ import difflib
 from typing import NamedTuple
 
 from ..errors import InputError
-from .units import GIB, parse_bytes
+from ..units import GIB, parse_bytes
 
 
 class Gpu(NamedTuple):

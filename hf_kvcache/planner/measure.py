@@ -11,10 +11,10 @@ from tqdm import tqdm
 from ..evaluation.caches import resolve_cache
 from ..evaluation.models import LoadedModel
 from ..evaluation.protocols import forward
+from ..units import positive
 from .bandwidth import decode_step
 from .capacity import Planned
 from .shapes import observe_model
-from .units import positive
 
 _CHUNK_TOKENS = 512
 

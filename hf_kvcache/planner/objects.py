@@ -14,8 +14,8 @@ from ..cache import KVCache
 from ..errors import ConfigError
 from ..evaluation.caches import resolve_cache
 from ..layer import layer_tensors
+from ..units import positive
 from .shapes import LayerShape, ModelShape
-from .units import positive
 
 CROSS_ATTENTION = "cross-attention"
 

@@ -10,6 +10,7 @@ import transformers
 from tqdm import tqdm
 
 from ..errors import ConfigError
+from ..units import positive
 from .advice import Choice, advise
 from .bandwidth import Step, cache_outweighs_weights, decode_step
 from .capacity import USABLE_SHARE, Need, Planned, most_rows, most_tokens
@@ -19,7 +20,6 @@ from .formula import expanded_values, visible_bytes
 from .gpus import Gpu, find_gpu
 from .objects import CROSS_ATTENTION, LayerGroup
 from .shapes import ModelShape, observe_model
-from .units import positive
 from .weights import active_parameters, parameter_count
 
 FRONTIER_TOKENS = (1024, 4096, 8192, 16384, 32768, 65536, 131072)

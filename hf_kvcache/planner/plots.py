@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..units import GIB
 from .bandwidth import decode_step
 from .capacity import USABLE_SHARE, Planned
 from .compute import step_flops, total_flops
 from .gpus import Gpu
 from .plan import Plan
-from .units import GIB
 
 BATCHES = (1, 8, 32, 128)
 """The points on the roofline."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import InputError
+from ..units import Number, positive
 from .compute import Work, total_flops
-from .units import Number, positive
 
 
 class Reuse(NamedTuple):

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import transformers
 from rich.table import Table
 
+from ..units import Number, format_bytes, format_flops
 from .capacity import USABLE_SHARE
 from .plan import Plan, latent_values
 from .prefix import Reuse
-from .units import Number, format_bytes, format_flops
 from .weights import active_parameters, parameter_count
 
 

@@ -6,8 +6,8 @@ from fnmatch import fnmatch
 from typing import Any
 
 from ..errors import ConfigError, InputError
+from ..units import Number, positive
 from .shapes import LayerShape, ModelShape, StateShape
-from .units import Number, positive
 
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
 """Bits per parameter. Quantized matrices also have scales, 1 to 12 % more: not counted."""

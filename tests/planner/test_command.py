@@ -18,9 +18,9 @@ from hf_kvcache.planner.configs import config_from_fields
 from hf_kvcache.planner.formula import visible_bytes
 from hf_kvcache.planner.measure import measure_decode, memory_bandwidth
 from hf_kvcache.planner.shapes import observe_model
-from hf_kvcache.planner.units import parse_bytes
 from hf_kvcache.planner.weights import shard, weight_bytes
 from hf_kvcache.spec import STRATEGIES
+from hf_kvcache.units import parse_bytes
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 

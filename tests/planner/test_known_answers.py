@@ -9,8 +9,8 @@ from hf_kvcache.planner.formula import dynamic_bytes, expanded_values, layer_fie
 from hf_kvcache.planner.objects import cache_bytes
 from hf_kvcache.planner.plan import latent_values
 from hf_kvcache.planner.presets import PRESETS
-from hf_kvcache.planner.units import GB, GIB, KIB, MIB
 from hf_kvcache.planner.weights import active_parameters, parameter_count, shard, weight_bytes
+from hf_kvcache.units import GB, GIB, KIB, MIB
 
 BF16 = torch.bfloat16
 

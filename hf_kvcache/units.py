@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TypeAlias
 
-from ..errors import InputError
+from .errors import InputError
 
 Number: TypeAlias = int | float
 
