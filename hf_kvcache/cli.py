@@ -9,15 +9,19 @@ from typing import Annotated, NoReturn
 
 from .errors import KVCacheError
 
-MISSING_EXTRA = "hf-kvcache needs {module}, which is not installed. Its commands need: pip install 'hf-kvcache[eval]'"
+MISSING_EXTRA = (
+    "hf-kvcache needs {module}, which is not installed. Its commands need: pip install 'hf-kvcache[{extra}]'"
+)
 
 try:
     import typer
 except ModuleNotFoundError as missing:
-    raise SystemExit(MISSING_EXTRA.format(module=missing.name)) from None
+    raise SystemExit(MISSING_EXTRA.format(module=missing.name, extra="eval")) from None
 
-EXTRA = ("accelerate", "datasets", "gguf", "matplotlib", "psutil", "rich", "tqdm")
-"""Top-level modules of the extra `eval` that a command may import."""
+EXTRAS = dict.fromkeys(("accelerate", "datasets", "gguf", "matplotlib", "psutil", "rich", "tqdm"), "eval") | {
+    "lm_eval": "lm-eval"
+}
+"""Top-level modules that a command may import, and the extra that has each."""
 
 app = typer.Typer(
     name="hf-kvcache",
@@ -27,36 +31,42 @@ app = typer.Typer(
 )
 
 
-def add(name: str, function: str, summary: str) -> None:
+def add(name: str, function: str, summary: str, *, foreign: bool = False) -> None:
     """Add a command.
 
     Args:
         name: What the user types.
         function: Where the command is, `module:function`; imported when it is run. Its signature is the options.
         summary: Its line in the help.
+        foreign: Whether the options are those of another program: the function gets them as a list, unread.
     """
 
     def call(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        run(function, name, arguments or [])
+        run(function, name, arguments or [], foreign=foreign)
 
     # The command itself parses its options, also --help.
     app.command(name, help=summary, add_help_option=False, context_settings={"ignore_unknown_options": True})(call)
 
 
-def run(function: str, name: str, arguments: list[str]) -> None:
+def run(function: str, name: str, arguments: list[str], *, foreign: bool = False) -> None:
     """Import `module:function` and run it as the command `name`; errors that are the user's to mend end it."""
     module, _, attribute = function.partition(":")
     try:
-        single = typer.Typer(add_completion=False)
-        single.command()(getattr(import_module(module), attribute))
-        command = typer.main.get_command(single)
-        code = command.main(arguments, prog_name=f"hf-kvcache {name}", standalone_mode=False)
+        found = getattr(import_module(module), attribute)
+        if foreign:
+            code = found(arguments)
+        else:
+            single = typer.Typer(add_completion=False)
+            single.command()(found)
+            command = typer.main.get_command(single)
+            code = command.main(arguments, prog_name=f"hf-kvcache {name}", standalone_mode=False)
     except KVCacheError as error:
         _stop(f"{type(error).__name__}: {error}")
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
-        _stop(MISSING_EXTRA.format(module=error.name))
+        _stop(MISSING_EXTRA.format(module=error.name, extra=extra))
     else:
         if code:
             raise typer.Exit(code)
@@ -79,6 +89,12 @@ add(
     "plan",
     "hf_kvcache.planner.command:plan_command",
     "Say what a model and its cache need, and what fits, before it is loaded.",
+)
+add(
+    "lm-eval",
+    "hf_kvcache.evaluation.harness:harness_command",
+    "Run tasks of the LM Evaluation Harness through a cache.",
+    foreign=True,
 )
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
         InputError: the folder or the hub id does not lead to a model; the message says what to do.
         StorageError: the built-in model's download is not the file it should be.
     """
-    source = _source(name)
+    source = source_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
@@ -43,8 +43,12 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     return LoadedModel(model, tokenizer, name)
 
 
-def _source(name: str) -> str:
-    """Return what transformers' `from_pretrained` accepts for this name."""
+def source_of(name: str) -> str:
+    """What transformers' `from_pretrained` accepts for a name that `load_model` takes; the built-in model is fetched.
+
+    Raises:
+        InputError, StorageError: As `load_model`.
+    """
     if name == smollm2.NAME:
         return str(smollm2.folder())
     path = Path(name).expanduser()

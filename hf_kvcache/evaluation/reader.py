@@ -51,8 +51,11 @@ class Reader:
             new.append(self.feed(new[-1][:, None])[:, -1].argmax(dim=-1))
         return torch.stack(new, dim=1)
 
-    def fork(self) -> "Reader":
-        """A second reader that goes on from here; the cache is copied."""
-        other = Reader(self.model, copy.deepcopy(self.cache))
+    def fork(self) -> "Reader | None":
+        """A second reader that goes on from here; None if the cache cannot be copied (then read the text again)."""
+        try:
+            other = Reader(self.model, copy.deepcopy(self.cache))
+        except Exception:  # noqa: BLE001 - a foreign cache may raise anything
+            return None
         other._seen = list(self._seen)
         return other

@@ -160,7 +160,7 @@ def _try(loaded: LoadedModel, build: Build, prompt: _Prompt, protocol: Protocol)
         return reader, reader.feed(prompt.question)
 
     reader, logits = read()
-    other = _fork(reader) or read()[0]
+    other = reader.fork() or read()[0]
     gold = prompt.gold.to(logits.device)
     tokens = gold.shape[1]
     if tokens > 1:
@@ -173,11 +173,3 @@ def _try(loaded: LoadedModel, build: Build, prompt: _Prompt, protocol: Protocol)
     length = prompt.context.shape[1] + prompt.question.shape[1]
     probability = float((-nll.mean()).exp())
     return Trial(prompt.task, prompt.length_tokens, length, prompt.depth, prompt.sample, recall, probability, written)
-
-
-def _fork(reader: Reader) -> Reader | None:
-    """A copy of the reader, or None if its cache cannot be copied; then the text is read again."""
-    try:
-        return reader.fork()
-    except Exception:  # noqa: BLE001 - a foreign cache may raise anything
-        return None

@@ -68,7 +68,7 @@ def test_an_error_is_one_message_on_stderr(model_folder, tmp_path, arguments, me
 
 def test_a_missing_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "hf_kvcache.bench.command", None)
-    monkeypatch.setattr(cli, "EXTRA", ("hf_kvcache",))
+    monkeypatch.setitem(cli.EXTRAS, "hf_kvcache", "eval")
     done = invoke("bench")
     assert done.exit_code == 1
     assert "pip install 'hf-kvcache[eval]'" in done.stderr
@@ -78,7 +78,7 @@ def test_without_typer_the_command_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; import hf_kvcache.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip() == cli.MISSING_EXTRA.format(module="typer")
+    assert done.stderr.strip() == cli.MISSING_EXTRA.format(module="typer", extra="eval")
 
 
 def test_bench_prints_a_table_and_writes_the_report(model_folder, tmp_path):

@@ -104,7 +104,7 @@ def test_the_last_window_may_be_short_and_a_rest_without_scores_is_dropped():
 def test_every_window_begins_with_bos_where_the_tokenizer_puts_one():
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = toys.byte_tokenizer(bos_token="!")  # noqa: S106 - not that kind of token
+    tokenizer = toys.byte_tokenizer(bos_token="!")
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="! $A", special_tokens=[("!", bos)])
     cut = [of.ids for of in windows([toys.TEXT], tokenizer, Protocol(50, 10, 1), 100)]
