@@ -8,15 +8,35 @@ the keys, 0.6 ms for the values; cutting the history into pieces that fit a core
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+# Tokens converted at once: bounds the memory, and costs nothing.
+_CONVERTED_TOKENS = 2048
+
+
+@lru_cache(maxsize=16)
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which queries and weights meet a history of `dtype`.
+
+    That is its own, but float32 for 16 bits on a processor without AVX-512: torch has no fast product of 16-bit numbers
+    there, and converting the history, part by part, is three to eight times faster (two cores, 8,192 tokens, three
+    heads of width 64: keys 0.8 instead of 2.5 ms, values 0.8 instead of 7.8 ms).
+    """
+    slow = device.type == "cpu" and dtype.itemsize == 2 and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return torch.float32 if slow else dtype
 
 
 def scores(
     query: Float[Tensor, "heads queries width"], keys: Float[Tensor, "heads tokens width"]
 ) -> Float[Tensor, "heads queries tokens"]:
-    """Products of every query with every key, unscaled."""
+    """Products of every query with every key, unscaled, in the queries' dtype."""
+    if keys.dtype != query.dtype:
+        parts = [scores(query, part.to(query.dtype)) for part in keys.split(_CONVERTED_TOKENS, 1)]
+        return torch.cat(parts, -1)
     if query.device.type == "cpu" and query.element_size() == 2:
         return torch.bmm(keys, query.transpose(1, 2)).transpose(1, 2)
     return torch.bmm(query, keys.transpose(1, 2))
@@ -25,5 +45,11 @@ def scores(
 def weighted_sum(
     weights: Float[Tensor, "heads queries tokens"], values: Float[Tensor, "heads tokens width"]
 ) -> Float[Tensor, "heads queries width"]:
-    """Sums of the values, weighted by each query's row."""
+    """Sums of the values, weighted by each query's row, in the weights' dtype."""
+    if values.dtype != weights.dtype:
+        parts = zip(weights.split(_CONVERTED_TOKENS, 2), values.split(_CONVERTED_TOKENS, 1), strict=True)
+        total = weights.new_zeros(*weights.shape[:2], values.shape[2])
+        for part, held in parts:
+            total.baddbmm_(part, held.to(weights.dtype))
+        return total
     return torch.bmm(weights, values)

@@ -62,11 +62,12 @@ def attend(
     if queries > _STOCK_ABOVE_QUERIES:
         return _stock(query, *materialize(table, first_token), mask, scale)
 
-    grouped = query.reshape(rows, heads, -1, query.shape[3])
+    products = matmul.product_dtype(query.dtype, query.device)
+    grouped = query.reshape(rows, heads, -1, query.shape[3]).to(products)
     pieces = list(_pieces(table, first_token))
     scores = _scores(grouped, pieces, tokens)
     weights = _softmax(scores.view(rows, query_heads, queries, tokens), mask, scale).view_as(scores)
-    return _weighted_sums(weights, pieces).view(rows, query_heads, queries, -1)
+    return _weighted_sums(weights, pieces).view(rows, query_heads, queries, -1).to(query.dtype)
 
 
 def _stock(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -93,7 +94,7 @@ def _scores(grouped: Tensor, pieces: list[_Piece], tokens: int) -> Tensor:
     scores = grouped.new_empty(rows, heads, queries, tokens)
     for rows_read, begin, end, keys, _ in pieces:
         if keys.ndim == 4:
-            scores[..., begin:end] = torch.matmul(grouped, keys.transpose(2, 3))
+            scores[..., begin:end] = torch.matmul(grouped, keys.to(grouped.dtype).transpose(2, 3))
             continue
         reading = grouped if rows_read is None else grouped[rows_read]
         stacked = reading.transpose(0, 1).reshape(heads, -1, reading.shape[3])
@@ -129,7 +130,7 @@ def _weighted_sums(weights: Tensor, pieces: list[_Piece]) -> Tensor:
     for rows_read, begin, end, _, values in pieces:
         part = weights[..., begin:end]
         if values.ndim == 4:
-            total += torch.matmul(part, values)
+            total += torch.matmul(part, values.to(part.dtype))
             continue
         reading = part if rows_read is None else part[rows_read]
         stacked = reading.transpose(0, 1).reshape(heads, -1, end - begin)

@@ -65,13 +65,13 @@ class _Rows(NamedTuple):
 
     def scores(self, query: Tensor) -> Tensor:
         by_row = query.unflatten(1, (self.keys.shape[0], -1))
-        scores: Tensor = torch.matmul(by_row, self.keys.permute(1, 0, 3, 2))
+        scores: Tensor = torch.matmul(by_row, self.keys.to(query.dtype).permute(1, 0, 3, 2))
         flat: Tensor = scores.flatten(1, 2)
         return flat
 
     def weighted_sum(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
         by_row = weights.to(dtype).unflatten(1, (self.keys.shape[0], -1))
-        product: Tensor = torch.matmul(by_row, self.values.transpose(0, 1))
+        product: Tensor = torch.matmul(by_row, self.values.to(dtype).transpose(0, 1))
         flat: Tensor = product.flatten(1, 2)
         return flat
 
@@ -121,10 +121,12 @@ class _Grouped:
         rows, query_heads, queries, width = query.shape
         self.shape = query.shape
         self.dtype = query.dtype
+        self.products = matmul.product_dtype(query.dtype, query.device)
         self.precise = torch.promote_types(query.dtype, torch.float32)
         self.key_heads = key_heads
         self.groups = query_heads // key_heads
-        self.states = query.reshape(rows, key_heads, self.groups * queries, width).transpose(0, 1)
+        by_head = query.reshape(rows, key_heads, self.groups * queries, width).transpose(0, 1)
+        self.states = by_head.to(self.products)
         self._of_all = self.states.reshape(key_heads, -1, width)
 
     def scores(self, piece: Piece) -> Tensor:
@@ -135,7 +137,7 @@ class _Grouped:
 
     def weighted_sum(self, piece: Piece, weights: Tensor) -> Tensor:
         """Sums of the values of a piece ``[key_heads, rows of the piece, groups * queries, width]``, precise."""
-        sums = piece.source.weighted_sum(weights.flatten(1, 2), self.dtype).to(self.precise)
+        sums = piece.source.weighted_sum(weights.flatten(1, 2), self.products).to(self.precise)
         return sums.reshape(self.key_heads, -1, self.states.shape[2], sums.shape[-1])
 
     def hide(self, scores: Tensor, mask: Tensor, piece: Piece | None) -> None:

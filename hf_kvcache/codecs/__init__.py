@@ -17,6 +17,7 @@ from .exact import Exact
 from .grid import Grid
 from .lloyd import LloydKeys, LloydValues
 from .mixed import MixedKeys
+from .nibble import Nibble
 from .tile import Tile
 
 __all__ = ["CODECS", "Codec", "Fit", "Part", "make_codecs"]
@@ -31,7 +32,7 @@ class CodecPair(NamedTuple):
 
 CODECS: dict[str, CodecPair] = {
     "exact": CodecPair(Exact, Exact),
-    "mixed": CodecPair(MixedKeys, LloydValues),
+    "mixed": CodecPair(MixedKeys, lambda bits: Nibble(bits) if bits == 4 else LloydValues(bits)),
     "grid": CodecPair(lambda bits: CentredKeys(Grid(bits)), Grid),
     "lloyd": CodecPair(LloydKeys, LloydValues),
     "tile": CodecPair(lambda bits: CentredKeys(Tile(bits)), Tile),

@@ -34,29 +34,31 @@ _CELLS = 4096
 _REACH = 4.5
 
 
-def nearest_index(numbers: Float[Tensor, "*shape"], bits: int) -> Int32[Tensor, "*shape"]:
-    """The index of the nearest Lloyd-Max level of each number, up to half a cell of 1/455; `numbers` are used up.
+def nearest_symbols(numbers: Float[Tensor, "*batch width"], bits: Sequence[int]) -> Int32[Tensor, "*batch symbols"]:
+    """The symbols of the nearest Lloyd-Max levels, up to half a cell of 1/455.
 
     A look-up by cell costs one access; a search costs one per bit, and is ten times slower.
+
+    Args:
+        numbers: Are used up. The last axis goes through the places of one symbol after another.
+        bits: Bits of the places of a symbol, the lowest first.
     """
-    return take(_cell_index(bits, numbers.device), _cells(numbers))
+    cells = numbers.mul_(_CELLS / (2 * _REACH)).add_(_CELLS / 2).clamp_(0, _CELLS - 1).to(torch.int64)
+    places = cells.unflatten(-1, (-1, len(bits)))
+    places.add_(_CELLS * torch.arange(len(bits), device=cells.device))
+    return take(_cell_indices(tuple(bits), cells.device), places).sum(-1, dtype=torch.int32)
 
 
-def nearest_level(numbers: Float[Tensor, "*shape"], bits: int) -> Float[Tensor, "*shape"]:
-    """The Lloyd-Max level itself that `nearest_index` finds; `numbers` are used up."""
-    table = symbol_table((bits,), numbers.dtype, numbers.device).view(numbers.dtype)
-    return take(table.take(_cell_index(bits, numbers.device).long()), _cells(numbers))
-
-
-def _cells(numbers: Tensor) -> Tensor:
-    return numbers.mul_(_CELLS / (2 * _REACH)).add_(_CELLS / 2).clamp_(0, _CELLS - 1).to(torch.int64)
-
-
-@lru_cache(maxsize=16)
-def _cell_index(bits: int, device: torch.device) -> Tensor:
-    levels = torch.tensor(lloyd_max(bits), dtype=torch.float64)
+@lru_cache(maxsize=32)
+def _cell_indices(bits: tuple[int, ...], device: torch.device) -> Int32[Tensor, " places_cells"]:
+    """For each cell of each place the index of the level nearest to its centre, shifted to its place in the symbol."""
     centres = ((torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS * 2 - 1) * _REACH
-    return torch.bucketize(centres, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(device)
+    indices, shift = [], 0
+    for width in bits:
+        levels = torch.tensor(lloyd_max(width), dtype=torch.float64)
+        indices.append(torch.bucketize(centres, (levels[1:] + levels[:-1]) / 2, out_int32=True) << shift)
+        shift += width
+    return torch.cat(indices).to(device)
 
 
 @lru_cache(maxsize=32)
@@ -84,15 +86,6 @@ def look_up(
     if table.ndim == 1:
         return take(table, symbols).view(dtype).view(*symbols.shape[:-1], -1)
     return table[symbols.to(torch.int64)].flatten(-2)
-
-
-def join(indices: Sequence[Int[Tensor, "..."]], bits: Sequence[int]) -> Int[Tensor, "..."]:
-    """The symbols made of one index per entry of `bits`, the first in the lowest bits."""
-    symbols, shift = torch.zeros_like(indices[0]), 0
-    for index, width in zip(indices, bits, strict=True):
-        symbols = symbols | (index << shift)
-        shift += width
-    return symbols
 
 
 _WORD_OF_BYTES = {2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -7,10 +7,10 @@ Elements of Information Theory, section 10.3). The means of a block's channels a
 by a Hadamard matrix, which makes it look normal (QuaRot, arXiv 2404.00456), and coded by the Lloyd-Max levels of the
 normal distribution under one scale per token.
 
-Values. Every channel matters alike: see `lloyd`.
+Values. Every channel matters alike: see `nibble`, and for fewer bits `lloyd`.
 
-Reading. Levels come out of one table look-up per symbol (one index per class). Queries are rotated instead of keys,
-and the scales are applied to scores.
+Reading. Levels come out of table look-ups: one per symbol, which holds one index of each of two or four classes.
+Queries are rotated instead of keys, and the scales are applied to scores.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from ..attention import matmul
 from ..errors import ConfigError
 from .centring import add_mean_scores, block_means, centre, fit_means, mean_parts, prepare_means, round_learned
 from .codec import Codec, Fit, Part, check_bits
-from .levels import look_up
-from .lloyd import code_tokens, token_scales
-from .packing import pack, plane_shapes, unpack
+from .levels import look_up, nearest_symbols
+from .lloyd import token_logarithms, token_scales
+from .packing import pack, plane_bits, plane_shapes, unpack
 from .rotation import rotation
 
-# Bits of the four classes of key channels, and of the values, by nominal bits.
-_KEY_BITS = {2: (4, 3, 2, 1), 3: (5, 3, 3, 2), 4: (6, 5, 4, 3)}
+# Bits of the four classes of key channels by nominal bits: classes in one bracket share a symbol. The table of a symbol
+# must fit a core's smallest cache to be read fast.
+_KEY_BITS = {2: ((4, 3, 2, 1),), 3: ((5, 3, 3, 2),), 4: ((6, 4), (5, 3))}
 _CLASSES = 4
 
 
@@ -44,15 +45,15 @@ class MixedKeys(Codec):
 
     def __init__(self, bits: int) -> None:
         check_bits(self.name, bits, list(_KEY_BITS))
-        self.bits = _KEY_BITS[bits]
+        self.symbols = _KEY_BITS[bits]
 
     def __repr__(self) -> str:
-        return f"mixed {'/'.join(map(str, self.bits))}"
+        return f"mixed {'/'.join(map(str, sorted(sum(self.symbols, ()), reverse=True)))}"
 
     def parts(self, width: int, block_size: int, dtype: torch.dtype) -> list[Part]:
         if width % _CLASSES:
             raise ConfigError(f"codec {self.name!r} needs a key width that is a multiple of {_CLASSES}, got {width}")
-        planes = plane_shapes(width // _CLASSES, sum(self.bits))
+        planes = [plane for bits in self.symbols for plane in plane_shapes(width // _CLASSES, sum(bits))]
         return [
             *(Part(block_size, count, plane) for count, plane in planes),
             Part(block_size, 1, torch.int8, is_scale=True),
@@ -66,7 +67,10 @@ class MixedKeys(Codec):
         pieces = [piece - piece.mean(1, keepdim=True) for piece in states.split(64, dim=1)]
         variance = torch.cat(pieces, dim=1).square().mean(1)
         seen = torch.ones_like(variance) if query_squares is None else query_squares
-        order = (variance * seen).argsort(-1, descending=True)
+        ranking = (variance * seen).argsort(-1, descending=True)
+        bits = sum(self.symbols, ())
+        ranks = [sorted(bits, reverse=True).index(each) + bits[:place].count(each) for place, each in enumerate(bits)]
+        order = ranking.unflatten(-1, (_CLASSES, -1))[:, ranks].flatten(1)
         classes = variance.gather(-1, order).unflatten(-1, (_CLASSES, -1))
         scale = classes.mean(-1).sqrt().clamp_min(1e-6)
         return {"order": order, "scale": round_learned(scale)} | fit_means(states)
@@ -74,8 +78,12 @@ class MixedKeys(Codec):
     def encode(self, states: Float[Tensor, "heads blocks tokens width"], fit: Fit) -> list[Tensor]:
         residual, means = centre(states, fit)
         turned = (residual.flatten(1, 2) @ (self._basis(fit) / self._scales(fit))).view_as(states)
-        symbols, scales = code_tokens(turned, self.bits)
-        return [*pack(symbols, sum(self.bits)), scales[..., None], *means]
+        scales = token_logarithms(turned)
+        turned.div_(token_scales(scales, turned.dtype)[..., None])
+        planes: list[Tensor] = []
+        for part, bits in zip(turned.chunk(len(self.symbols), -1), self.symbols, strict=True):
+            planes += pack(nearest_symbols(part, bits), sum(bits))
+        return [*planes, scales[..., None], *means]
 
     def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
         precise = query.to(fit["mean"].dtype)
@@ -87,40 +95,54 @@ class MixedKeys(Codec):
     ) -> Float[Tensor, "heads queries tokens"]:
         turned, *of_means = prepared
         *planes, scales, means = parts
-        width = turned.shape[-1]
-        symbols = unpack(planes, sum(self.bits), width // _CLASSES)
-        products = matmul.scores(turned, look_up(symbols, self.bits, turned.dtype))
-        products = products.to(fit["mean"].dtype, memory_format=torch.contiguous_format)
-        products.mul_(token_scales(scales, products.dtype).transpose(1, 2))
-        return add_mean_scores(products, of_means, means)
+        levels = self._levels(planes, turned.shape[-1], turned.dtype)
+        total = None
+        for query, held in zip(turned.chunk(len(levels), -1), levels, strict=True):
+            products = matmul.scores(query, held).to(fit["mean"].dtype, memory_format=torch.contiguous_format)
+            total = products if total is None else total.add_(products)
+        if total is None:
+            raise ValueError("keys of no symbols have no scores")
+        total.mul_(token_scales(scales, total.dtype).transpose(1, 2))
+        return add_mean_scores(total, of_means, means)
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
         *planes, scales, means = parts
         precise, width = fit["mean"].dtype, fit["mean"].shape[-1]
-        symbols = unpack(planes, sum(self.bits), width // _CLASSES)
-        levels = look_up(symbols, self.bits, precise).mul_(token_scales(scales, precise))
+        levels = torch.cat(self._levels(planes, width, precise), -1).mul_(token_scales(scales, precise))
         states = (levels * self._scales(fit)) @ self._basis(fit).transpose(1, 2)
         states.unflatten(1, (means.shape[1], -1)).add_(block_means(means, fit)[:, :, None])
         return states.to(dtype)
 
-    @staticmethod
-    def _basis(fit: Fit) -> Float[Tensor, "heads width width"]:
-        """Orthonormal columns: the rotations of the classes, one coordinate of each class after the other."""
+    def _levels(self, planes: Sequence[Tensor], width: int, dtype: torch.dtype) -> list[Tensor]:
+        """The levels of each symbol, ``[heads, tokens, width / symbols]``."""
+        levels, begin = [], 0
+        for bits in self.symbols:
+            end = begin + len(plane_bits(sum(bits)))
+            levels.append(look_up(unpack(planes[begin:end], sum(bits), width // _CLASSES), bits, dtype))
+            begin = end
+        return levels
+
+    def _basis(self, fit: Fit) -> Float[Tensor, "heads width width"]:
+        """Orthonormal columns: the rotations of the classes, in the order of the levels."""
         mean, order = fit["mean"], fit["order"]
         width = mean.shape[-1]
-        turns = _class_rotations(width, mean.dtype, mean.device).expand(order.shape[0], -1, -1)
+        turns = _class_rotations(width, len(self.symbols), mean.dtype, mean.device).expand(order.shape[0], -1, -1)
         return torch.empty_like(turns).scatter_(1, order[..., None].expand(-1, -1, width), turns)
 
-    @staticmethod
-    def _scales(fit: Fit) -> Float[Tensor, "heads 1 width"]:
-        """The scale of each coordinate."""
-        return fit["scale"].repeat(1, fit["mean"].shape[-1] // _CLASSES)[:, None]
+    def _scales(self, fit: Fit) -> Float[Tensor, "heads 1 width"]:
+        """The scale of each coordinate, in the order of the levels."""
+        of_symbols = fit["scale"].unflatten(1, (len(self.symbols), 1, -1))
+        scales: Tensor = of_symbols.expand(-1, -1, fit["mean"].shape[-1] // _CLASSES, -1).flatten(1)
+        return scales[:, None]
 
 
 @lru_cache(maxsize=16)
-def _class_rotations(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "width width"]:
-    """Row ``c * n + i`` is channel i of class c; column ``j * classes + c`` is coordinate j of class c."""
+def _class_rotations(
+    width: int, symbols: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "width width"]:
+    """Row ``c * n + i`` is channel i of class c. Columns go through the symbols, their coordinates, their classes."""
     turn = rotation(width // _CLASSES, dtype, device)
     blocks: Tensor = torch.block_diag(*[turn] * _CLASSES)
-    interleaved: Tensor = blocks.unflatten(1, (_CLASSES, -1)).transpose(1, 2).reshape(width, width)
-    return interleaved
+    interleaved: Tensor = blocks.unflatten(1, (symbols, _CLASSES // symbols, -1)).transpose(2, 3)
+    basis: Tensor = interleaved.reshape(width, width)
+    return basis

@@ -35,9 +35,9 @@ def test_a_model_reads_what_a_codec_stores(model: LlamaForCausalLM, name: str, b
         expected = model(tokens).logits[:, 300:]
     cache.check_integrity()
     error = (read - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    # A random model attends to all tokens alike, and the errors of hundreds of values average out. An 8-bit float has
-    # the error of 5 bits.
-    assert error < (1e-5 if name == "exact" else 0.24 / 2 ** (5 if name == "fp8" else bits)), error
+    # A random model attends to all tokens alike, and the errors of its few dozen different values average out a little.
+    # An 8-bit float has the error of 5 bits.
+    assert error < (1e-5 if name == "exact" else 0.4 / 2 ** (5 if name == "fp8" else bits)), error
     if name != "exact":
         assert cache.memory().scale_bytes > 0
         assert cache.memory().payload_bytes < 400 * 2 * 2 * 2 * 16 * 4

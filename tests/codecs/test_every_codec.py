@@ -16,7 +16,7 @@ LLOYD = {2: 0.343, 3: 0.186, 4: 0.0975}
 BOUNDS = {
     "exact": {4: 0.0},
     ("mixed", "keys"): {2: 0.362, 3: 0.217, 4: 0.109},
-    ("mixed", "values"): LLOYD,
+    ("mixed", "values"): LLOYD | {4: 0.108},
     "lloyd": LLOYD,
     "tile": LLOYD,
     "grid": {2: 0.345, 3: 0.194, 4: 0.108} | {bits: 1.68 / 2**bits for bits in (5, 6, 7, 8)},
@@ -199,7 +199,7 @@ def test_bits_out_of_range_are_refused(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "width"), [("mixed", 4, 6), ("lloyd", 4, 6), ("tile", 4, 6), ("grid", 4, 12), ("affine", 4, 12)]
+    ("name", "bits", "width"), [("mixed", 4, 7), ("lloyd", 4, 7), ("lloyd", 2, 6), ("tile", 4, 7), ("grid", 4, 12), ("affine", 4, 12)]
 )
 def test_impossible_widths_are_refused(name: str, bits: int, width: int) -> None:
     for kind in KINDS:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hf_kvcache.codecs.levels import join, lloyd_max, look_up, nearest_index, nearest_level
+from hf_kvcache.codecs.levels import lloyd_max, look_up, nearest_symbols
 
 CPU = torch.device("cpu")
 # Mean squared errors of the best quantizers of a normal number (Max, IRE Transactions on Information Theory 6, 1960).
@@ -31,24 +31,16 @@ def test_the_error_is_the_published_one(bits: int) -> None:
     assert ((numbers - nearest).square() * density).sum() / density.sum() == pytest.approx(PUBLISHED[bits], rel=3e-3)
 
 
-@pytest.mark.parametrize("bits", range(1, 7))
-def test_the_nearest_level_is_found(bits: int) -> None:
-    numbers = torch.linspace(-6, 6, 10_001)
-    levels = torch.tensor(lloyd_max(bits))
-    distance = (numbers[:, None] - levels).abs()
-    index = nearest_index(numbers.clone(), bits).long()
-    # Up to half a cell of the look-up.
-    assert (distance.gather(1, index[:, None])[:, 0] - distance.amin(1)).max() < 2 * 9 / 4096
-    assert torch.equal(nearest_level(numbers.clone(), bits), levels[index])
-
-
-def test_symbols_hold_their_indices_lowest_first() -> None:
-    bits = (2, 3, 1)
-    source = torch.Generator().manual_seed(0)
-    indices = [torch.randint(0, 1 << width, (4, 8), generator=source, dtype=torch.int32) for width in bits]
-    found = look_up(join(indices, bits), bits, torch.float64).unflatten(-1, (8, 3))
-    for place, (index, width) in enumerate(zip(indices, bits, strict=True)):
-        assert torch.equal(found[..., place], torch.tensor(lloyd_max(width), dtype=torch.float64)[index.long()])
+@pytest.mark.parametrize("bits", [*((bits,) for bits in range(1, 7)), (4, 4), (6, 4), (5, 3, 3, 2)])
+def test_the_symbols_of_the_nearest_levels_are_found(bits: tuple[int, ...]) -> None:
+    numbers = torch.linspace(-6, 6, 12_000, dtype=torch.float64)
+    found = look_up(nearest_symbols(numbers.clone(), bits), bits, torch.float64)
+    for place, width in enumerate(bits):
+        own = numbers[place :: len(bits)]
+        levels = torch.tensor(lloyd_max(width), dtype=torch.float64)
+        best = (own[:, None] - levels).abs().amin(1)
+        # Up to half a cell of the look-up.
+        assert ((own - found[place :: len(bits)]).abs() - best).max() < 2 * 9 / 4096
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
