@@ -1,7 +1,7 @@
 """Cache strategies for Hugging Face Transformers: one history, kept, shared, moved, encoded or dropped."""
 
 from .cache import KVCache, Memory
-from .caches import PagedCache, QuantizedCache
+from .caches import PagedCache, QuantizedCache, SlidingWindowCache
 from .errors import (
     ConfigError,
     EvaluationError,
@@ -24,6 +24,7 @@ __all__ = [
     "Memory",
     "PagedCache",
     "QuantizedCache",
+    "SlidingWindowCache",
     "SpecError",
     "StateError",
     "StorageError",

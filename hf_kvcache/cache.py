@@ -23,6 +23,7 @@ from .exactness import Exactness, loosest
 from .layer import BlockLayer, layer_tensors
 from .positions import PositionGuard
 from .quantized import Quantization
+from .retention import Retention
 from .tokens import TokenRecord
 
 _BLOCK_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -67,9 +68,11 @@ class KVCache(DynamicCache):
         fused: Attend over the blocks where they lie. False returns real tensors to the model: bitwise the results of
             transformers' dynamic cache, and its copy of the history for every token.
         quantization: How full-attention layers encode what has left their recent window; None keeps it as it is.
+        retention: Which tokens full-attention layers drop; None keeps all.
 
     Raises:
-        ConfigError: A block size below 1, or a layer type that transformers does not know either.
+        ConfigError: A block size below 1, a layer type that transformers does not know either, or choices that do not
+            combine.
 
     Example:
         >>> import torch
@@ -90,12 +93,14 @@ class KVCache(DynamicCache):
         block_size: int = 64,
         fused: bool = True,
         quantization: Quantization | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        Cache.__init__(self, layers=_build_layers(config, block_size, fused, quantization))
+        Cache.__init__(self, layers=_build_layers(config, block_size, fused, quantization, retention))
         self.block_size = block_size
         self.fused = fused
         self.quantization = quantization
+        self.retention = retention
         self.block_layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
         """The layers whose history is in blocks."""
         self._positions = PositionGuard()
@@ -305,10 +310,6 @@ class KVCache(DynamicCache):
         """What this cache claims about its results: the loosest claim of its layers."""
         return loosest(layer.exactness for layer in self.block_layers)
 
-    def options(self) -> dict[str, Any]:
-        """What it was built with, as the options of a specification."""
-        return {"block_size": self.block_size, "fused": self.fused}
-
     def memory(self) -> Memory:
         """Bytes held now, by kind and by device."""
         usage, held, other = Usage(0, 0, 0, 0), 0, 0
@@ -319,7 +320,7 @@ class KVCache(DynamicCache):
                 continue
             of_layer = history.usage()
             usage = Usage(*(total + part for total, part in zip(usage, of_layer, strict=True)))
-            held = max(held, history.tokens - history.first_token)
+            held = max(held, history.tokens_held)
             device = str(block_layer.device)
             devices[device] = devices.get(device, 0) + sum(of_layer) - of_layer.table_bytes
         for layer in self.layers:
@@ -376,13 +377,21 @@ class KVCache(DynamicCache):
 
 
 def _build_layers(
-    config: PreTrainedConfig, block_size: int, fused: bool, quantization: Quantization | None
+    config: PreTrainedConfig,
+    block_size: int,
+    fused: bool,
+    quantization: Quantization | None,
+    retention: Retention | None,
 ) -> list[Any]:
-    layer_types, layer_arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    decoder = config.get_text_config(decoder=True)
+    layer_types, layer_arguments = get_layer_types_and_kwargs(decoder)
     layers: list[Any] = []
     for index, (layer_type, arguments) in enumerate(zip(layer_types, layer_arguments, strict=True)):
-        if layer_type == "full_attention" and quantization is not None:
-            layers.append(quantization.layer(index, block_size))
+        if layer_type == "full_attention":
+            kept = (
+                BlockLayer(block_size, fused=fused) if quantization is None else quantization.layer(index, block_size)
+            )
+            layers.append(kept if retention is None else retention.layer(decoder, index, kept))
         elif layer_type in _BLOCK_LAYER_TYPES:
             layers.append(BlockLayer(block_size, window=arguments.get("sliding_window"), fused=fused))
         elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:

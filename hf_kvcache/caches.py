@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedConfig
 
 from .cache import KVCache
 from .quantized import Quantization
+from .retention import Window
 
 
 class PagedCache(KVCache):
@@ -80,15 +79,49 @@ class QuantizedCache(KVCache):
         recent: int = 128,
         block_size: int = 64,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "key_bits": bits if key_bits is None else key_bits,
-            "value_bits": bits if value_bits is None else value_bits,
-            "codec": codec,
-            "sinks": sinks,
-            "recent": recent,
-        }
-        super().__init__(config, block_size=block_size, quantization=Quantization(**self._options))
+        quantization = Quantization(
+            key_bits=bits if key_bits is None else key_bits,
+            value_bits=bits if value_bits is None else value_bits,
+            codec=codec,
+            sinks=sinks,
+            recent=recent,
+        )
+        super().__init__(config, block_size=block_size, quantization=quantization)
 
-    def options(self) -> dict[str, Any]:
-        """What it was built with, as the options of a specification."""
-        return {**self._options, "block_size": self.block_size}
+
+class SlidingWindowCache(KVCache):
+    """The first tokens and a sliding window: memory and time that do not grow with the text.
+
+    On layers with full attention every query sees the first real tokens of its row and the last `window` tokens, its
+    own included; the rest is dropped, block by block. That is another function than the model's: approximate. Layers
+    whose own window bounds them are kept as they are, exact.
+
+    Attention sinks: Xiao et al., arXiv 2309.17453.
+
+    Args:
+        config: The model's config.
+        window: Tokens at the end that a query sees.
+        sinks: Tokens at the beginning that it sees. In a batch padded on the left, those of its own row.
+        rerotate: See the sinks right in front of the window, wherever that is, instead of ever further back: for texts
+            longer than the model was trained to. For models whose positions are rotations of a fixed frequency.
+        block_size: Tokens per block.
+
+    Raises:
+        ConfigError: A window that is not longer than the sinks, or a model whose keys cannot be moved.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_kvcache import SlidingWindowCache
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
+        >>> cache = SlidingWindowCache(model.config, window=64, block_size=16)
+        >>> text = model.generate(torch.randint(3, 50, (1, 300)), past_key_values=cache, max_new_tokens=9)
+        >>> cache.memory().tokens_seen > 300, cache.memory().tokens_held <= 4 + 64 + 16
+        (True, True)
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, window: int, sinks: int = 4, rerotate: bool = False, block_size: int = 64
+    ) -> None:
+        super().__init__(config, block_size=block_size, retention=Window(window, sinks, rerotate))

@@ -86,6 +86,7 @@ class Handle(torch.Tensor):
     def materialize(self) -> Tensor:
         """The real tensor, a contiguous copy."""
         self.check_valid()
+        self.layer.check_whole()
         tensor = self.layer.materialize(self.first_token)[self.kind] if self.given is None else self.given
         if self.ndim == 5:
             return tensor[:, :, None].expand(self.shape)
@@ -171,13 +172,16 @@ def _attend(
     if not _same_history(key, value):
         return None
     key.layer.observe(query)
-    if dropout_p > 0.0 or is_causal or query.requires_grad or key.given is not None:
-        return None
     heads = key.shape[1]
     fits = query.ndim == 4 and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
-    if not fits or (query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0)):
+    if dropout_p > 0.0 or not fits or (query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0)):
         return None
-    return key.layer.attend(query, attn_mask, scale or 1 / math.sqrt(query.shape[3]), key.first_token)
+    scale = scale or 1 / math.sqrt(query.shape[3])
+    if key.given is not None and value.given is not None:
+        return key.layer.attend_given(query, (key.given, value.given), attn_mask, scale)
+    if is_causal or query.requires_grad:
+        return None
+    return key.layer.attend(query, attn_mask, scale, key.first_token)
 
 
 def _same_history(key: Handle, value: Handle) -> bool:

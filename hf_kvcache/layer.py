@@ -41,6 +41,8 @@ class BlockLayer(CacheLayerMixin):
             raise ConfigError(f"an attention window must be at least 1 token, got {window}")
         self.block_size = block_size
         self.window = window
+        self.reach = window
+        """Tokens at the end of the history, the newest included, that are held for later queries; None for all."""
         self.fused = fused
         self.is_sliding = window is not None
         self.record_past = False
@@ -57,7 +59,11 @@ class BlockLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Fix heads, widths, dtype and device from a sample of the states."""
-        self.restore(BlockTable(BlockPool(key_states, value_states, self.block_size), key_states.shape[0]))
+        self.restore(self.new_table(key_states, value_states))
+
+    def new_table(self, key_states: Tensor, value_states: Tensor) -> History:
+        """An empty history for states like these samples ``[rows, heads, any, width]``."""
+        return BlockTable(BlockPool(key_states, value_states, self.block_size), key_states.shape[0])
 
     def update(
         self,
@@ -78,7 +84,7 @@ class BlockLayer(CacheLayerMixin):
         Raises:
             InputError: Rows, heads, width, dtype or device differ from the history; nothing is stored.
         """
-        self._check_states(key_states, value_states)
+        self.check_states(key_states, value_states)
         given = (key_states, value_states)
         key_states, value_states = key_states.detach(), value_states.detach()
         if self.table is None or (self.table.tokens == 0 and self.table.rows != key_states.shape[0]):
@@ -92,7 +98,7 @@ class BlockLayer(CacheLayerMixin):
             return self._read_first(*given)
         first_token = self._first_visible(table.tokens)
         if not self.record_past:
-            table.drop_before(first_token)
+            table.drop_before(self._first_needed(table.tokens))
         table.append(key_states, value_states)
         self.version += 1
         if not self.fused:
@@ -153,7 +159,7 @@ class BlockLayer(CacheLayerMixin):
         tokens = self.table.tokens + tokens_to_remove
         if tokens_to_remove:
             self.table.truncate(tokens)
-        self.table.drop_before(self._first_visible(tokens))
+        self.table.drop_before(self._first_needed(tokens))
         self.version += 1
 
     def check_crop(self, tokens_to_remove: int) -> None:
@@ -165,11 +171,11 @@ class BlockLayer(CacheLayerMixin):
         held, seen = self.table.first_token, self.table.tokens
         if seen + tokens_to_remove < 0:
             raise InputError(f"cannot remove {-tokens_to_remove} tokens from a cache that holds {seen}")
-        needed = self._first_visible(seen + tokens_to_remove)
+        needed = self._first_needed(seen + tokens_to_remove)
         if needed < held:
             raise StateError(
                 f"removing {-tokens_to_remove} of {seen} tokens needs history from token {needed} on, but what lies "
-                f"before {held} has left the window of {self.window}. Call `cache.activate_past_recording()` before "
+                f"before {held} has left the window of {self.reach}. Call `cache.activate_past_recording()` before "
                 "the tokens are stored, or start again with `cache.reset()`"
             )
 
@@ -224,6 +230,19 @@ class BlockLayer(CacheLayerMixin):
         """Attention of `query` over the history from position `first_token` on; see `hf_kvcache.attention.attend`."""
         return attend(self._block_table(), first_token, query, mask, scale)
 
+    def attend_given(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],  # noqa: ARG002
+        states: tuple[Tensor, Tensor],  # noqa: ARG002
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,  # noqa: ARG002
+        scale: float,  # noqa: ARG002
+    ) -> Float[Tensor, "rows query_heads queries value_width"] | None:
+        """Attention of a first chunk over its own keys and values; None where torch's own gives the right result."""
+        return None
+
+    def check_whole(self) -> None:
+        """Raise StateError if some query must not see all that a mask over the whole history lets it see."""
+
     def observe(self, query: Float[Tensor, "rows query_heads queries key_width"]) -> None:
         """Called with the queries that are about to attend to this layer, those of the tokens stored last."""
 
@@ -243,16 +262,19 @@ class BlockLayer(CacheLayerMixin):
 
     def describe(self) -> str:
         """What the layer is and holds, in one line."""
-        kind = "full attention" if self.window is None else f"attention window of {self.window}"
-        text = f"{kind}, {self._storage()}"
+        text = f"{self._attention()}, {self.storage()}"
         if self.table is None:
             return f"{text}, empty"
         usage, table = self.table.usage(), self.table
         size = (usage.payload_bytes + usage.scale_bytes + usage.unused_bytes) / 2**20
-        held = f"{table.rows} rows x {table.tokens} tokens ({table.tokens - table.first_token} held)"
+        held = f"{table.rows} rows x {table.tokens} tokens ({table.tokens_held} held)"
         return f"{text}, {held}, {size:.2f} MiB for {str(self.dtype).removeprefix('torch.')}"
 
-    def _storage(self) -> str:
+    def _attention(self) -> str:
+        return "full attention" if self.window is None else f"attention window of {self.window}"
+
+    def storage(self) -> str:
+        """How its tokens are kept, in words."""
         return f"blocks of {self.block_size} tokens"
 
     def check_integrity(self) -> None:
@@ -277,11 +299,15 @@ class BlockLayer(CacheLayerMixin):
         """Position of the first token that the query after `seen` tokens can see."""
         return 0 if self.window is None else max(0, seen - self.window + 1)
 
+    def _first_needed(self, seen: int) -> int:
+        """Position of the first token held for the query after `seen` tokens, sinks aside."""
+        return 0 if self.reach is None else max(0, seen - self.reach + 1)
+
     def _store_first(self, key_states: Tensor, value_states: Tensor) -> None:
         """Store a first chunk; of one longer than the window only the blocks that later queries can see."""
         table, skipped = self._table(), 0
         if not self.record_past:
-            skipped = self._first_visible(key_states.shape[2]) // self.block_size
+            skipped = self._first_needed(key_states.shape[2]) // self.block_size
             table.skip(skipped)
         table.append(key_states[:, :, skipped * self.block_size :], value_states[:, :, skipped * self.block_size :])
 
@@ -296,7 +322,8 @@ class BlockLayer(CacheLayerMixin):
         table.select(rows)
         self.version += 1
 
-    def _check_states(self, keys: Tensor, values: Tensor) -> None:
+    def check_states(self, keys: Tensor, values: Tensor) -> None:
+        """Raise InputError unless keys and values ``[rows, heads, tokens, width]`` fit the history."""
         rows, _, tokens, _ = keys.shape if keys.ndim == 4 else (0, 0, 0, 0)
         if keys.ndim != 4 or values.ndim != 4 or values.shape[0] != rows or values.shape[2] != tokens:
             raise InputError(

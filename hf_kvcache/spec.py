@@ -1,7 +1,8 @@
 """Caches from a string, for command lines and recipes: ``paged`` or ``paged:block_size=16,fused=false``.
 
 A specification is one term or several joined by ``+``; a term is a name and, after a colon, its ``key=value``
-options separated by commas. Each term makes one choice; two terms that make the same choice do not combine.
+options separated by commas. Each term makes one choice, as in ``quantized:bits=4+window:window=1024``; two terms that
+make the same choice do not combine.
 """
 
 from __future__ import annotations
@@ -13,11 +14,19 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from transformers import PreTrainedConfig
 
 from .cache import KVCache
-from .caches import PagedCache, QuantizedCache
+from .caches import PagedCache, QuantizedCache, SlidingWindowCache
 from .errors import SpecError
 
-STRATEGIES: dict[str, type[Any]] = {"paged": PagedCache, "quantized": QuantizedCache}
+STRATEGIES: dict[str, type[Any]] = {"paged": PagedCache, "quantized": QuantizedCache, "window": SlidingWindowCache}
 """Every cache a specification can name."""
+
+FREEDOMS = {"quantization": "how blocks are kept", "retention": "which tokens are kept"}
+"""What there is to choose: arguments of `KVCache`, in words. A cache without any of these choices keeps blocks as they
+are."""
+
+
+# Options that several terms have and that a cache has once.
+_SHARED = {"block_size", "fused"}
 
 
 class Term(NamedTuple):
@@ -43,17 +52,17 @@ def build_cache(config: PreTrainedConfig, spec: str) -> KVCache:
         16
     """
     terms = parse_spec(spec)
-    if len(terms) > 1:
-        raise _error(
-            spec,
-            terms[1].position,
-            f"{terms[0].name!r} and {terms[1].name!r} both say how the history is kept; name one",
-        )
-    name, options, position = terms[0]
+    caches = [_one_term(config, spec, term) for term in terms]
+    return caches[0] if len(caches) == 1 else _combined(config, spec, terms, caches)
+
+
+def _one_term(config: PreTrainedConfig, spec: str, term: Term) -> KVCache:
+    name, options, position = term
     if name not in STRATEGIES:
         raise _error(spec, position, f"no cache is called {name!r}{_nearest(name, list(STRATEGIES))}")
+    signature = inspect.signature(STRATEGIES[name])
     kinds = get_type_hints(STRATEGIES[name].__init__)
-    known = [parameter for parameter in inspect.signature(STRATEGIES[name]).parameters if parameter != "config"]
+    known = [parameter for parameter in signature.parameters if parameter != "config"]
     for option, value in options.items():
         at = spec.index(option, position + len(name) + 1)
         if option not in known:
@@ -61,15 +70,41 @@ def build_cache(config: PreTrainedConfig, spec: str) -> KVCache:
         if type(value) not in (get_args(kinds[option]) or (kinds[option],)):
             expected = getattr(kinds[option], "__name__", kinds[option])
             raise _error(spec, at + len(option) + 1, f"{option!r} is of type {expected}, which this is not")
+    for option in known:
+        if option not in options and signature.parameters[option].default is inspect.Parameter.empty:
+            raise _error(spec, position, f"{name!r} needs {option}=...")
     cache: KVCache = STRATEGIES[name](config, **options)
     return cache
 
 
+def _combined(config: PreTrainedConfig, spec: str, terms: list[Term], caches: list[KVCache]) -> KVCache:
+    """The cache that makes the choices of all these."""
+    choices: dict[str, Any] = {}
+    named: dict[str, str] = {}
+    shared: dict[str, Any] = {}
+    for (name, options, position), cache in zip(terms, caches, strict=True):
+        made = [freedom for freedom in FREEDOMS if getattr(cache, freedom) is not None] or list(FREEDOMS)[:1]
+        for freedom in made:
+            if freedom in named:
+                raise _error(spec, position, f"{named[freedom]!r} and {name!r} both say {FREEDOMS[freedom]}; name one")
+            named[freedom], choices[freedom] = name, getattr(cache, freedom)
+        for option in _SHARED & options.keys():
+            if shared.setdefault(option, options[option]) != options[option]:
+                raise _error(
+                    spec, position, f"{option} is {shared[option]} in one term and {options[option]} in another"
+                )
+    return KVCache(config, **shared, **choices)
+
+
 def cache_spec(cache: KVCache) -> str:
     """The specification that `build_cache` makes such a cache of."""
-    name = next((name for name, kind in STRATEGIES.items() if type(cache) is kind), "paged")
-    options = cache.options()
-    return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items() if value is not None)
+    choices = [choice for freedom in FREEDOMS if (choice := getattr(cache, freedom)) is not None]
+    terms = [(choice.term, choice.options()) for choice in choices] or [("paged", {"fused": cache.fused})]
+    terms[0][1]["block_size"] = cache.block_size
+    return "+".join(
+        f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items() if value is not None)
+        for name, options in terms
+    )
 
 
 def parse_spec(spec: str) -> list[Term]:

@@ -28,6 +28,7 @@ from .errors import KVCacheError, StateError, StorageError
 from .fingerprint import model_fingerprint, tensor_bytes
 from .layer import BlockLayer, layer_tensors
 from .quantized import QuantizedLayer, QuantizedTable
+from .retention import SinkTable, WindowLayer
 from .spec import build_cache, cache_spec
 
 _FORMAT = "hf_kvcache"
@@ -113,6 +114,13 @@ def load_cache(kind: Any, path: str | os.PathLike[str], model: PreTrainedModel) 
 def _store_history(history: History, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if isinstance(history, QuantizedTable):
         return _store_quantized(history, name, tensors)
+    if isinstance(history, SinkTable):
+        tensors |= {
+            f"{name}.row_sinks.{kind}": part.cpu().contiguous()
+            for kind, part in enumerate((history.keys, history.values))
+        }
+        recent = _store_history(history.recent, name, tensors)
+        return {**recent, "padding": history.padding, "captured": history.captured}
     if isinstance(history, BlockTable):
         return {"raw": _store_table(history, f"{name}.raw", tensors)}
     raise StateError(f"a {type(history).__name__} has no file format")
@@ -132,6 +140,7 @@ def _store_quantized(history: QuantizedTable, name: str, tensors: dict[str, Tens
         "raw": _store_table(history.raw, f"{name}.raw", tensors),
         "tokens": history.tokens,
         "raw_begin": history.raw_begin,
+        "encoded_begin": history.encoded_begin,
         "lengths": history.lengths,
         "fits": len(history.fits),
         "fit_of_row": history.fit_of_row,
@@ -141,6 +150,15 @@ def _store_quantized(history: QuantizedTable, name: str, tensors: dict[str, Tens
 def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str, Tensor]) -> History:
     rows = len(stored["raw"]["private"])
     keys, values = (parts[f"raw.{kind}"][None].expand(rows, -1, -1, -1) for kind in (0, 1))
+    if isinstance(layer, WindowLayer):
+        windowed = layer.new_table(keys, values)
+        windowed.resume(
+            _restore_history(layer.history, stored, parts),
+            (parts["row_sinks.0"], parts["row_sinks.1"]),
+            stored["padding"],
+            stored["captured"],
+        )
+        return windowed
     if not isinstance(layer, QuantizedLayer):
         table = BlockTable(BlockPool(keys, values, layer.block_size), rows)
         _restore_table(table, stored["raw"], "raw", parts)
@@ -155,7 +173,14 @@ def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str,
         (_named(f"fit.{number}.keys.", parts), _named(f"fit.{number}.values.", parts))
         for number in range(stored["fits"])
     ]
-    history.resume(stored["tokens"], stored["raw_begin"], stored["lengths"], fits, stored["fit_of_row"])
+    history.resume(
+        stored["tokens"],
+        stored["raw_begin"],
+        stored["encoded_begin"],
+        stored["lengths"],
+        fits,
+        stored["fit_of_row"],
+    )
     if "queries" in parts:
         history.queries.recall(stored["queries"], parts["queries"])
     return history

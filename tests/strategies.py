@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from hf_kvcache import KVCache, PagedCache, QuantizedCache
+from hf_kvcache import KVCache, PagedCache, QuantizedCache, SlidingWindowCache
 
 # transformers renamed the argument between 5.20 and 5.24.
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -40,6 +40,13 @@ STRATEGIES = [
         "paged:block_size=4,fused=false",
         lambda config: PagedCache(config, block_size=4, fused=False),
         "bitwise",
+    ),
+    # No text of the matrix is longer than this window, so the result is the same.
+    Strategy(
+        "window-all",
+        "window:window=64,sinks=3,block_size=4",
+        lambda config: SlidingWindowCache(config, window=64, sinks=3, block_size=4),
+        "approximate",
     ),
     Strategy(
         "quantized-exact",

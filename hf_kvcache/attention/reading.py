@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..blocks import BlockTable, Run
 from . import matmul
+from .streaming import Piece, exact_source
 
 # Up to here torch's kernel on a view of the arena beats two products and a softmax, by bytes per element (measured,
 # two CPU cores). With several queries it always does, as long as the history is one view. In float64, the dtype of
@@ -58,9 +59,9 @@ def attend(
     rows, query_heads, queries, _ = query.shape
     stride = table.uniform_stride()
     if stride is not None and (queries > 1 or tokens < _STOCK_BELOW_TOKENS[query.element_size()]):
-        return _stock(query, *_batch_view(table, first_token, stride), mask, scale)
+        return attend_states(query, *_batch_view(table, first_token, stride), mask, scale)
     if queries > _STOCK_ABOVE_QUERIES:
-        return _stock(query, *materialize(table, first_token), mask, scale)
+        return attend_states(query, *materialize(table, first_token), mask, scale)
 
     products = matmul.product_dtype(query.dtype, query.device)
     grouped = query.reshape(rows, heads, -1, query.shape[3]).to(products)
@@ -70,8 +71,17 @@ def attend(
     return _weighted_sums(weights, pieces).view(rows, query_heads, queries, -1).to(query.dtype)
 
 
-def _stock(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The kernel of torch, with the query heads of one key head packed or repeated as suits it."""
+def attend_states(
+    query: Float[Tensor, "rows query_heads queries key_width"],
+    keys: Float[Tensor, "rows key_heads tokens key_width"],
+    values: Float[Tensor, "rows key_heads tokens value_width"],
+    mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+    scale: float,
+) -> Float[Tensor, "rows query_heads queries value_width"]:
+    """Attention of `query` over states as they are, by torch's kernel.
+
+    The query heads of one key head are packed or repeated, as suits it. See `attend` for the arguments.
+    """
     rows, heads, queries, _ = query.shape
     groups = heads // keys.shape[1]
     # Packed, one history is read for the whole group; grouped float32 heads have a kernel as good.
@@ -160,6 +170,21 @@ def _pieces(table: BlockTable, first_token: int) -> Iterator[_Piece]:
             keys, values = pool.gather(segment.slots)
             cut = slice(begin - start, end - start)
             yield _Piece(None, begin, end, keys[:, :, cut], values[:, :, cut])
+
+
+def pieces(table: BlockTable, first_token: int) -> list[Piece]:
+    """The tokens of `table` from position `first_token` on, for `attend_streaming`, read in place where they can be.
+
+    Valid until the table changes.
+    """
+    stride = table.uniform_stride()
+    if stride is not None and stride[1]:
+        views = _batch_view(table, first_token, stride)
+        return [Piece(None, 0, table.tokens - first_token, exact_source(*views))]
+    return [
+        Piece(rows, begin, end, exact_source(*((keys, values) if keys.ndim == 4 else (keys[None], values[None]))))
+        for rows, begin, end, keys, values in _pieces(table, first_token)
+    ]
 
 
 def _batch_view(table: BlockTable, first_token: int, stride: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -93,6 +93,11 @@ class ColumnTable:
         return self.dropped_blocks * self.pool.block_size
 
     @property
+    def tokens_held(self) -> int:
+        """Tokens of each row that are still held."""
+        return self.tokens - self.first_token
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the table and of the pool's reference counts."""
         entries = len(self.shared) + sum(len(row) for row in self.private)

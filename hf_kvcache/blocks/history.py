@@ -27,8 +27,9 @@ class Usage(NamedTuple):
 class History(Protocol):
     """The tokens of some rows, in order."""
 
-    tokens: int
-    """Tokens seen."""
+    @property
+    def tokens(self) -> int:
+        """Tokens seen."""
 
     @property
     def rows(self) -> int:
@@ -37,6 +38,10 @@ class History(Protocol):
     @property
     def first_token(self) -> int:
         """Position of the oldest token still held."""
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of each row that are still held."""
 
     @property
     def raw_pool(self) -> BlockPool:

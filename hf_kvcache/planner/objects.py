@@ -114,7 +114,7 @@ def _build(build: Callable[[PreTrainedConfig], Cache | None], config: PreTrained
 def _kind(layer: Any, states: LayerShape) -> str:
     parts = []
     if states.keys is not None and states.values is not None:
-        window = getattr(layer, "window", None) or getattr(layer, "sliding_window", None)
+        window = getattr(layer, "reach", None) or getattr(layer, "sliding_window", None)
         parts.append(f"window of {window:,}" if window else "full attention")
         keys, values = (f"{state.heads} x {state.width}" for state in (states.keys, states.values))
         parts.append(keys if keys == values else f"keys {keys}, values {values}")

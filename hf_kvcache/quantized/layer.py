@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -45,28 +44,19 @@ class QuantizedLayer(BlockLayer):
         """What this layer claims about its results."""
         if all(codec.exact for codec in self.codecs):
             return super().exactness
-        return Exactness("approximate", f"full-attention layers are encoded: {self._storage()}")
+        return Exactness("approximate", f"full-attention layers are encoded: {self.storage()}")
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Fix heads, widths, dtype and device from a sample of the states.
+    def new_table(self, key_states: Tensor, value_states: Tensor) -> QuantizedTable:
+        """An empty history for states like these samples ``[rows, heads, any, width]``.
 
         Raises:
             ConfigError: A codec cannot store states of this width.
         """
-        self.restore(QuantizedTable(key_states, value_states, self.codecs, self.block_size, self.sinks, self.recent))
+        return QuantizedTable(key_states, value_states, self.codecs, self.block_size, self.sinks, self.recent)
 
-    def update(
-        self,
-        key_states: Float[Tensor, "rows key_heads tokens key_width"],
-        value_states: Float[Tensor, "rows value_heads tokens value_width"],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """See `BlockLayer.update`.
-
-        Raises:
-            InputError: As there, or a number that is not finite, which no codec can store; nothing is stored.
-        """
+    def check_states(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise InputError unless the states fit the history and hold nothing but finite numbers, as codecs need."""
+        super().check_states(key_states, value_states)
         # On a GPU single tokens are not looked at, since that would make it wait at every step.
         if (key_states.device.type == "cpu" or key_states.shape[-2] > 1) and not key_states.is_meta:
             # A sum is cheaper than a look at every number; one that overflows only means that the look is taken.
@@ -74,7 +64,6 @@ class QuantizedLayer(BlockLayer):
             if not math.isfinite(total.item()):
                 for name, states in (("keys", key_states), ("values", value_states)):
                     _check_finite(name, states, self.get_seq_length())
-        return super().update(key_states, value_states, *args, **kwargs)
 
     def observe(self, query: Float[Tensor, "rows query_heads queries key_width"]) -> None:
         """Let the codecs know what queries look like; encode a first chunk once its queries are known."""
@@ -95,9 +84,9 @@ class QuantizedLayer(BlockLayer):
         first_token: int,
     ) -> Float[Tensor, "rows query_heads queries value_width"]:
         """Attention of `query` over the whole history; see `hf_kvcache.attention.streaming`."""
-        if first_token:
-            raise StateError(f"a quantized layer is read from its first token on, not from {first_token}")
         table = self._quantized_table()
+        if first_token or table.first_token:
+            raise StateError(f"a quantized layer is read from its first token on, not from {first_token}")
         keys, values = table.raw_pool.keys, table.raw_pool.values
         if mask is not None and mask.shape[-1] > 1:
             mask = table.in_reading_order(mask)
@@ -119,7 +108,8 @@ class QuantizedLayer(BlockLayer):
             Handle(self, 1, 0, 1, values.shape, values, values),
         )
 
-    def _storage(self) -> str:
+    def storage(self) -> str:
+        """How its tokens are kept, in words."""
         keys, values = self.codecs
         exact = f"{self.sinks} sinks and {self.recent} recent tokens exact"
         return f"keys {keys!r}, values {values!r}, blocks of {self.block_size} tokens, {exact}"

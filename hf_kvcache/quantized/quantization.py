@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from ..codecs import make_codecs
 from .layer import QuantizedLayer
@@ -15,6 +16,9 @@ class Quantization:
     Raises:
         ConfigError: Bits, codec or sizes that do not exist.
     """
+
+    term: ClassVar[str] = "quantized"
+    """Its name in a specification."""
 
     key_bits: int
     """Nominal bits per number of the keys."""
@@ -34,3 +38,7 @@ class Quantization:
         """The empty history of layer `index`."""
         codecs = make_codecs(self.codec, self.key_bits, self.value_bits)
         return QuantizedLayer(codecs, block_size, self.sinks, self.recent)
+
+    def options(self) -> dict[str, Any]:
+        """What it was built with, as the options of a specification."""
+        return asdict(self)

@@ -66,6 +66,8 @@ class QuantizedTable:
         self.raw = BlockTable(BlockPool(keys, values, raw_block), rows, tight=True)
         self.raw_begin = sinks
         """Position of the first token the raw table ever held."""
+        self.encoded_begin = sinks
+        """Position of the first encoded token held; what lies between it and the sinks was dropped."""
         self.lengths: list[int] = []
         """Tokens of each encoded column: the block size, but less where a history was cut back inside a block."""
         self.fits: list[tuple[Fit, Fit]] = []
@@ -83,13 +85,18 @@ class QuantizedTable:
 
     @property
     def first_token(self) -> int:
-        """Position of the oldest token held: always 0."""
-        return 0
+        """Position of the oldest token held; where something was dropped, the sinks aside."""
+        return self.encoded_begin if self.encoded_begin > self.sink_tokens else 0
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of each row that are held."""
+        return self.tokens - (self.encoded_begin - self.sink_tokens)
 
     @property
     def encoded_end(self) -> int:
         """One past the position of the last encoded token."""
-        return self.sink_tokens + sum(self.lengths)
+        return self.encoded_begin + sum(self.lengths)
 
     @property
     def raw_first(self) -> int:
@@ -164,18 +171,20 @@ class QuantizedTable:
         self,
         tokens: int,
         raw_begin: int,
+        encoded_begin: int,
         lengths: list[int],
         fits: Sequence[tuple[Fit, Fit]],
         fit_of_row: list[int],
     ) -> None:
         """Go on with a history whose blocks have been put into the three tables."""
-        self.tokens, self.raw_begin, self.lengths = tokens, raw_begin, lengths
+        self.tokens, self.raw_begin = tokens, raw_begin
+        self.encoded_begin, self.lengths = encoded_begin, lengths
         self.fits, self.fit_of_row = list(fits), fit_of_row
         self._exact_from = max(min(self._boundary(tokens), self.encoded_end), self.raw_first)
 
     def _fit(self, end: int) -> None:
-        """Let the codecs look at the first tokens behind the sinks, once per distinct text in the batch."""
-        begin = self.raw_begin
+        """Let the codecs look at the first tokens held behind the sinks, once per distinct text in the batch."""
+        begin = self.raw_first
         end = min(end, begin + max(_FIT_TOKENS // self.block_size, 1) * self.block_size)
         columns = (end - begin) // self.raw.pool.block_size
         texts: dict[tuple[int, ...], int] = {}
@@ -256,11 +265,18 @@ class QuantizedTable:
         return torch.cat([columns[..., sinks : sinks + end], columns[..., :sinks], columns[..., sinks + end :]], dim=-1)
 
     @property
+    def reading_order(self) -> list[tuple[int, int]]:
+        """The positions of what `pieces` has, as ranges in its order."""
+        encoded = (self.encoded_begin, self.encoded_begin + self._plan.tokens)
+        sinks = (0, min(self.tokens, self.sink_tokens))
+        return [encoded, sinks, (min(self._exact_from, self.tokens), self.tokens)]
+
+    @property
     def _plan(self) -> ReadingPlan:
         state = (self.encoded.version, self._exact_from)
         if self._plans[0] != state:
             keys = self.raw.pool.keys
-            end = self._exact_from - self.sink_tokens
+            end = self._exact_from - self.encoded_begin
             self._plans = (state, plan_reading(self.encoded, self.lengths, end, keys.shape[0] * keys.shape[2]))
         return self._plans[1]
 
@@ -279,17 +295,17 @@ class QuantizedTable:
     def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
         """Contiguous ``[rows, heads, tokens, width]`` copies of what is read from `first_token` on."""
         exact = self._exact()
-        sinks, end = min(self.tokens, self.sink_tokens), self._plan.tokens
+        sinks = min(self.tokens, self.sink_tokens)
         copies = []
         for states in exact:
             copy = states.new_empty(*states.shape[:2], self.tokens, states.shape[3])
-            copy[:, :, :sinks], copy[:, :, sinks + end :] = states[:, :, :sinks], states[:, :, sinks:]
+            copy[:, :, :sinks], copy[:, :, self._exact_from :] = states[:, :, :sinks], states[:, :, sinks:]
             copies.append(copy)
         for piece in self.pieces():
             if isinstance(piece.source, EncodedSource):
                 rows = slice(None) if piece.rows is None else piece.rows
                 for copy, states in zip(copies, piece.source.decode(copies[0].dtype), strict=True):
-                    copy[rows, :, sinks + piece.begin : sinks + piece.end] = states
+                    copy[rows, :, self.encoded_begin + piece.begin : self.encoded_begin + piece.end] = states
         return copies[0][:, :, first_token:].contiguous(), copies[1][:, :, first_token:].contiguous()
 
     # ------------------------------------------------------------------------------------------------- changing
@@ -303,17 +319,17 @@ class QuantizedTable:
 
     def truncate(self, tokens: int) -> None:
         """Forget everything after the first `tokens` tokens; nothing is encoded again."""
-        if not 0 <= tokens <= self.tokens:
-            raise StateError(f"cannot truncate to {tokens} tokens: 0 to {self.tokens} are held")
+        if not self.first_token <= tokens <= self.tokens:
+            raise StateError(f"cannot truncate to {tokens} tokens: {self.first_token} to {self.tokens} are held")
         raw_first = self.raw_first
         # Where the raw tokens are still at hand, the shorter history is what it was before it went on. Where they are
         # not, encoded blocks are all there is, the last of them shortened.
         last = max(self._boundary(tokens), raw_first) if tokens >= raw_first else tokens
-        kept, end = 0, self.sink_tokens
+        kept, end = 0, self.encoded_begin
         while kept < len(self.lengths) and end < last:
             end += self.lengths[kept]
             kept += 1
-        self.encoded.truncate(kept * self.block_size)
+        self.encoded.truncate((self.encoded.dropped_blocks + kept) * self.block_size)
         del self.lengths[kept:]
         if tokens < self.sink_tokens:
             self.sinks.truncate(tokens)
@@ -324,21 +340,31 @@ class QuantizedTable:
                 self.lengths[-1] -= end - tokens
             self.raw = BlockTable(BlockPool(*self._samples(), self.raw.pool.block_size), self.rows, tight=True)
             self.raw_begin = max(tokens, self.sink_tokens)
-        if not self.lengths:
+        if not self.lengths and not self.first_token:
             self.fits, self.fit_of_row = [], []
         self.queries.truncate(tokens)
         self.tokens = tokens
         self._exact_from = max(min(self._boundary(tokens), self.encoded_end), self.raw_first)
 
     def skip(self, blocks: int) -> None:
-        """Nothing: every token of a full-attention layer is seen by later queries."""
+        """Only no blocks: the sinks and what the codecs learn from come first."""
         if blocks:
             raise StateError("a quantized history cannot begin behind its first token")
 
     def drop_before(self, token: int) -> None:
-        """Nothing, for the same reason."""
-        if token:
-            raise StateError("a quantized history cannot drop tokens")
+        """Release the blocks that lie wholly between the sinks and position `token`, encoded or not yet."""
+        count, begin = 0, self.encoded_begin
+        while count < len(self.lengths) and begin + self.lengths[count] <= token:
+            begin += self.lengths[count]
+            count += 1
+        if count:
+            self.encoded.drop_before((self.encoded.dropped_blocks + count) * self.block_size)
+            del self.lengths[:count]
+        if not self.lengths and token > begin:
+            begin += (token - begin) // self.block_size * self.block_size
+            self.raw.drop_before(begin - self.raw_begin)
+        self.encoded_begin = begin
+        self._exact_from = max(self._exact_from, begin if not self.lengths else self.raw_first)
 
     def _samples(self) -> tuple[Tensor, Tensor]:
         return self.raw.pool.keys[None], self.raw.pool.values[None]

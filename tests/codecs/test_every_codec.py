@@ -199,7 +199,8 @@ def test_bits_out_of_range_are_refused(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "width"), [("mixed", 4, 7), ("lloyd", 4, 7), ("lloyd", 2, 6), ("tile", 4, 7), ("grid", 4, 12), ("affine", 4, 12)]
+    ("name", "bits", "width"),
+    [("mixed", 4, 7), ("lloyd", 4, 7), ("lloyd", 2, 6), ("tile", 4, 7), ("grid", 4, 12), ("affine", 4, 12)],
 )
 def test_impossible_widths_are_refused(name: str, bits: int, width: int) -> None:
     for kind in KINDS:
