@@ -1,7 +1,7 @@
 """Cache strategies for Hugging Face Transformers: one history, kept, shared, moved, encoded or dropped."""
 
 from .cache import KVCache, Memory
-from .caches import PagedCache, QuantizedCache, SlidingWindowCache
+from .caches import EvictingCache, PagedCache, QuantizedCache, SlidingWindowCache
 from .errors import (
     ConfigError,
     EvaluationError,
@@ -17,6 +17,7 @@ from .spec import build_cache
 __all__ = [
     "ConfigError",
     "EvaluationError",
+    "EvictingCache",
     "Exactness",
     "InputError",
     "KVCache",

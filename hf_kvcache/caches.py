@@ -6,7 +6,8 @@ from transformers import PreTrainedConfig
 
 from .cache import KVCache
 from .quantized import Quantization
-from .retention import Window
+from .retention import Eviction, Window
+from .retention.budget import Amount
 
 
 class PagedCache(KVCache):
@@ -125,3 +126,47 @@ class SlidingWindowCache(KVCache):
         self, config: PreTrainedConfig, window: int, sinks: int = 4, rerotate: bool = False, block_size: int = 64
     ) -> None:
         super().__init__(config, block_size=block_size, retention=Window(window, sinks, rerotate))
+
+
+class EvictingCache(KVCache):
+    """The history within a budget: tokens that a policy scores lowest are dropped, and their bytes given back.
+
+    Layers with full attention evict; layers whose own window bounds them are kept as they are. Sinks and recent tokens
+    always stay. Each head of each layer and row makes its own choice. Attention goes through torch's
+    ``scaled_dot_product_attention``; other implementations of transformers cannot leave tokens out, and raise once
+    something was dropped.
+
+    Args:
+        config: The model's config.
+        policy: Which tokens go: a name in `hf_kvcache.retention.POLICIES`.
+        budget: How much stays of each row. A float up to 1.0: a share of the tokens seen. An int: tokens. A size such
+            as "64MiB": bytes of all layers that evict, for the rows of the first batch.
+        sinks: Tokens at the beginning of each row, padding aside, that always stay.
+        recent: Tokens at the end that always stay.
+        block_size: Tokens per block, and tokens that go at a time while decoding.
+
+    Raises:
+        ConfigError: No such policy, or a budget that leaves no choice.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_kvcache import EvictingCache
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
+        >>> cache = EvictingCache(model.config, policy="keydiff", budget=256)
+        >>> text = model.generate(torch.randint(3, 50, (1, 400)), past_key_values=cache, max_new_tokens=5)
+        >>> cache.memory().tokens_held <= 256
+        True
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        policy: str = "keydiff",
+        budget: Amount = 0.5,
+        sinks: int = 4,
+        recent: int = 64,
+        block_size: int = 64,
+    ) -> None:
+        super().__init__(config, block_size=block_size, retention=Eviction(policy, budget, sinks, recent))

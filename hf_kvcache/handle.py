@@ -171,12 +171,12 @@ def _attend(
     key.check_valid()
     if not _same_history(key, value):
         return None
-    key.layer.observe(query)
+    scale = scale or 1 / math.sqrt(query.shape[-1])
+    key.layer.observe(query, attn_mask, scale)
     heads = key.shape[1]
     fits = query.ndim == 4 and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
     if dropout_p > 0.0 or not fits or (query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0)):
         return None
-    scale = scale or 1 / math.sqrt(query.shape[3])
     if key.given is not None and value.given is not None:
         return key.layer.attend_given(query, (key.given, value.given), attn_mask, scale)
     if is_causal or query.requires_grad:

@@ -243,8 +243,19 @@ class BlockLayer(CacheLayerMixin):
     def check_whole(self) -> None:
         """Raise StateError if some query must not see all that a mask over the whole history lets it see."""
 
-    def observe(self, query: Float[Tensor, "rows query_heads queries key_width"]) -> None:
-        """Called with the queries that are about to attend to this layer, those of the tokens stored last."""
+    def observe(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+    ) -> None:
+        """Called with the queries that are about to attend to this layer, those of the tokens stored last.
+
+        Args:
+            query: The queries.
+            mask: As for `attend`; None where each query sees all tokens up to its own.
+            scale: Factor on the scores.
+        """
 
     def restore(self, table: History) -> None:
         """Take over a history that was stored."""

@@ -14,10 +14,15 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from transformers import PreTrainedConfig
 
 from .cache import KVCache
-from .caches import PagedCache, QuantizedCache, SlidingWindowCache
+from .caches import EvictingCache, PagedCache, QuantizedCache, SlidingWindowCache
 from .errors import SpecError
 
-STRATEGIES: dict[str, type[Any]] = {"paged": PagedCache, "quantized": QuantizedCache, "window": SlidingWindowCache}
+STRATEGIES: dict[str, type[Any]] = {
+    "paged": PagedCache,
+    "quantized": QuantizedCache,
+    "window": SlidingWindowCache,
+    "evicting": EvictingCache,
+}
 """Every cache a specification can name."""
 
 FREEDOMS = {"quantization": "how blocks are kept", "retention": "which tokens are kept"}

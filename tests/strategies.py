@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from hf_kvcache import KVCache, PagedCache, QuantizedCache, SlidingWindowCache
+from hf_kvcache import EvictingCache, KVCache, PagedCache, QuantizedCache, SlidingWindowCache
 
 # transformers renamed the argument between 5.20 and 5.24.
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -52,6 +52,12 @@ STRATEGIES = [
         "quantized-exact",
         "quantized:codec=exact,sinks=4,recent=3,block_size=4",
         lambda config: QuantizedCache(config, codec="exact", sinks=4, recent=3, block_size=4),
+        "rounding",
+    ),
+    Strategy(
+        "evicting-all-kept",
+        "evicting:policy=keydiff,budget=1.0,sinks=2,recent=3,block_size=4",
+        lambda config: EvictingCache(config, policy="keydiff", budget=1.0, sinks=2, recent=3, block_size=4),
         "rounding",
     ),
 ]

@@ -65,7 +65,12 @@ class QuantizedLayer(BlockLayer):
                 for name, states in (("keys", key_states), ("values", value_states)):
                     _check_finite(name, states, self.get_seq_length())
 
-    def observe(self, query: Float[Tensor, "rows query_heads queries key_width"]) -> None:
+    def observe(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,  # noqa: ARG002
+        scale: float,  # noqa: ARG002
+    ) -> None:
         """Let the codecs know what queries look like; encode a first chunk once its queries are known."""
         table = self._quantized_table()
         table.observe(query)
@@ -102,7 +107,7 @@ class QuantizedLayer(BlockLayer):
         """Handles on the states themselves: their queries are seen on the way."""
         keys, values = key_states.contiguous(), value_states.contiguous()
         if keys.is_meta:  # only bytes are asked for, and no query is going to come
-            self.observe(keys)
+            self.observe(keys, None, 1.0)
         return (
             Handle(self, 0, 0, 1, keys.shape, keys, keys),
             Handle(self, 1, 0, 1, values.shape, values, values),

@@ -1,8 +1,24 @@
 """What of the history is kept: one file a policy."""
 
 from .choice import Retention
+from .evicted_table import EvictedTable
+from .evicting_layer import EvictingLayer
+from .eviction import Eviction
+from .policies import POLICIES
+from .policy import Held, Policy
 from .sinks import SinkTable
 from .window import Window
 from .window_layer import WindowLayer
 
-__all__ = ["Retention", "SinkTable", "Window", "WindowLayer"]
+__all__ = [
+    "POLICIES",
+    "EvictedTable",
+    "EvictingLayer",
+    "Eviction",
+    "Held",
+    "Policy",
+    "Retention",
+    "SinkTable",
+    "Window",
+    "WindowLayer",
+]

@@ -145,12 +145,17 @@ class WindowLayer(BlockLayer):
                 "dropout. Models that expand latent keys themselves cannot have such a window"
             )
 
-    def observe(self, query: Float[Tensor, "rows query_heads queries key_width"]) -> None:
+    def observe(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+    ) -> None:
         """Let the layer below take note of the queries; of a first chunk, first release what no later one sees."""
         table = self._sink_table()
         if self._new_tokens == table.tokens and not self.record_past:
             table.recent.drop_before(self._first_needed(table.tokens))
-        self.history.observe(query)
+        self.history.observe(query, mask, scale)
 
     def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
         """Contiguous copies of the keys and values from position `first_token` on, sinks aside.
@@ -279,7 +284,7 @@ class WindowLayer(BlockLayer):
         """Handles on the states themselves: their mask is seen on the way."""
         keys, values = key_states.contiguous(), value_states.contiguous()
         if keys.is_meta:
-            self.observe(keys)
+            self.observe(keys, None, 1.0)
         return (
             Handle(self, 0, 0, 1, keys.shape, keys, keys),
             Handle(self, 1, 0, 1, values.shape, values, values),

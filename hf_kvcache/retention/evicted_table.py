@@ -1,0 +1,271 @@
+"""The history of an evicting layer: the tokens that were kept, in blocks without holes, and where they came from.
+
+Each head of each row keeps tokens of its own choice, all heads equally many. So token j of a block is another token of
+the text in every head, and a table of blocks stores, shares, reads and moves them like any other history: dropping a
+token gives its bytes back. `positions` says which token it is. Keys are cached after their rotary embedding, which
+therefore stays right, and a mask over the whole history is read at these positions.
+
+Everything from `tail_begin` on is held without a gap. A step back as far as there needs nothing that was dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ..attention import materialize
+from ..blocks import BlockPool, BlockTable, Usage
+from ..errors import StateError
+from .policy import Held, Policy
+from .queries import RecentQueries
+
+_POSITION_DTYPE = torch.int32
+
+
+class EvictedTable:
+    """The histories of some rows of one layer.
+
+    Args:
+        keys: A sample ``[rows, heads, any, key_width]`` that gives rows, heads, widths, dtype and device.
+        values: The same for the values.
+        policy: What decides who stays.
+        limit: The most tokens of each row that may be held, by the length of the history.
+        block_size: Tokens per block, and tokens by which an eviction goes below the limit, so that it is rare.
+        sinks: Tokens at the beginning of each row, padding aside, that always stay.
+        recent: Tokens at the end that always stay.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        policy: Policy,
+        limit: Callable[[int], int],
+        block_size: int,
+        sinks: int,
+        recent: int,
+    ) -> None:
+        self.policy = policy
+        self.limit = limit
+        self.block_size = block_size
+        self.sink_tokens = sinks
+        self.recent_tokens = recent
+        self.tokens = 0
+        """Tokens seen."""
+        self.blocks = BlockTable(BlockPool(keys, values, block_size), keys.shape[0], tight=True)
+        """The tokens held, in order of their positions."""
+        self.positions: Int[Tensor, "rows heads kept"] = self._no_positions(keys.shape[0], keys.shape[1])
+        """Places in the history of the first tokens held. Those behind follow without a gap, from `tail_begin` on."""
+        self.tail_begin = 0
+        self.visible: Bool[Tensor, "any_rows seen"] | None = None
+        """Which tokens are no padding, as the last mask said, for one or all rows; None if there was none."""
+        self.queries = RecentQueries(policy.queries)
+        self.scale = 1.0
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.blocks.rows
+
+    @property
+    def first_token(self) -> int:
+        """Position of the oldest token held, which is a sink where there are any: 0."""
+        return 0
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of each head and row that are held."""
+        return self.blocks.tokens
+
+    @property
+    def raw_pool(self) -> BlockPool:
+        """Where the tokens are."""
+        return self.blocks.pool
+
+    @property
+    def is_due(self) -> bool:
+        """Whether more is held than may be."""
+        return self.tokens_held > max(self.limit(self.tokens), self._least)
+
+    @property
+    def _least(self) -> int:
+        return self.sink_tokens + self.recent_tokens + self.block_size
+
+    def usage(self) -> Usage:
+        """Bytes held now. Positions, queries and padding count as scales: what reading and choosing need besides."""
+        usage = self.blocks.usage()
+        besides = self.positions.nbytes + self.queries.nbytes + (0 if self.visible is None else self.visible.nbytes)
+        return usage._replace(scale_bytes=besides)
+
+    def slot_positions(self) -> Int[Tensor, "rows heads held"]:
+        """The place in the history of every token held."""
+        tail = torch.arange(self.tail_begin, self.tokens, dtype=_POSITION_DTYPE, device=self.positions.device)
+        return torch.cat([self.positions, tail.expand(*self.positions.shape[:2], -1)], dim=2)
+
+    # ------------------------------------------------------------------------------------------------- writing
+
+    def resume(self, tokens: int, tail_begin: int, scale: float, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with a history whose blocks have been put into `blocks`; see `tensors`."""
+        self.tokens, self.tail_begin, self.scale = tokens, tail_begin, scale
+        self.positions = tensors["positions"]
+        self.visible = tensors.get("visible")
+        if "queries" in tensors:
+            self.queries.recall(tensors["queries"], tokens)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is held besides the blocks, for `resume`."""
+        found = {"positions": self.positions, "visible": self.visible, "queries": self.queries.last()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def append(
+        self,
+        keys: Float[Tensor, "rows key_heads tokens key_width"],
+        values: Float[Tensor, "rows value_heads tokens value_width"],
+    ) -> None:
+        """Write the states of new tokens."""
+        self.blocks.append(keys, values)
+        self.tokens += keys.shape[2]
+
+    def observe(
+        self,
+        query: Float[Tensor, "rows query_heads queries width"],
+        visible: Bool[Tensor, "any_rows seen"] | None,
+        scale: float,
+        forget: bool,
+    ) -> None:
+        """Take note of the queries of the newest tokens, before they attend.
+
+        Args:
+            query: The queries.
+            visible: Which tokens of the history the last of them may look at; None for all.
+            scale: Factor on the products of queries and keys.
+            forget: Whether no step back is to come.
+        """
+        self.visible = visible
+        self.scale = scale
+        self.queries.add(query, self.tokens, forget)
+
+    def drop_before(self, token: int) -> None:  # noqa: ARG002 - every token may still be seen
+        """Called when nothing that was dropped can be asked for again: evict what the budget does not allow."""
+        if self.is_due and not (self.policy.needs_queries and self.queries.end < self.tokens):
+            self.evict()
+
+    def evict(self) -> None:
+        """Drop the tokens with the lowest scores, down to one block below the limit.
+
+        Raises:
+            StateError: Keys and values have different numbers of heads, so that they cannot be chosen head by head.
+        """
+        target = max(self.limit(self.tokens), self._least) - self.block_size
+        begin = max(self.tokens - self.recent_tokens, self.tail_begin)
+        recent = self.tokens - begin
+        candidates = self.tokens_held - recent
+        if target - recent >= candidates:
+            return
+        keys, values = materialize(self.blocks, 0)
+        if keys.shape[1] != values.shape[1]:
+            raise StateError(
+                f"{keys.shape[1]} heads of keys and {values.shape[1]} heads of values cannot be evicted head by head: "
+                "use another cache for this model"
+            )
+        positions = self.slot_positions()
+        scores = self._scores(keys, values, positions)[..., :candidates]
+        order = torch.argsort(scores, dim=-1, descending=True, stable=True)
+        kept = order[..., : target - recent].sort(dim=-1).values
+        self.positions = positions.gather(2, kept)
+        self.tail_begin = begin
+        self.blocks = BlockTable(BlockPool(keys, values, self.block_size), self.rows, tight=True)
+        self.blocks.append(_chosen(keys, kept, candidates), _chosen(values, kept, candidates))
+
+    def _scores(self, keys: Tensor, values: Tensor, positions: Tensor) -> Float[Tensor, "rows heads held"]:
+        """The policy's scores; sinks above all others, padding below."""
+        hidden, query_hidden, first = self._padding(positions)
+        queries = self.queries.last()
+        if queries is None:
+            query_hidden = None
+        elif query_hidden is not None:
+            query_hidden = query_hidden[:, -queries.shape[2] :]
+        held = Held(keys, values, positions, hidden, queries, query_hidden, self.scale, None)
+        scores = self.policy.scores(held).masked_fill(positions < first + self.sink_tokens, torch.inf)
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+    def _padding(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | int]:
+        """(which tokens held are padding, which tokens seen are, position of each row's first real token)."""
+        if self.visible is None or bool(self.visible.all()):
+            return None, None, 0
+        unseen = self.visible.new_ones(self.visible.shape[0], self.tokens - self.visible.shape[1])
+        visible = torch.cat([self.visible, unseen], dim=1).expand(self.rows, -1)
+        hidden = ~visible[:, None].expand(-1, positions.shape[1], -1).gather(2, positions.long())
+        return hidden, ~visible, visible.int().argmax(1)[:, None, None]
+
+    # ------------------------------------------------------------------------------------------------- reading
+
+    def columns_of(self, mask: Tensor, query_heads: int) -> Tensor:
+        """The columns of a mask ``[..., queries, seen]`` that belong to the tokens held, ``[..., queries, held]``."""
+        kept = self.positions.shape[2]
+        if not kept:
+            return mask
+        mask = mask.view(*([1] * (4 - mask.ndim)), *mask.shape)
+        tail, past = mask[..., self.tail_begin :], mask[..., : self.tail_begin]
+        if mask.dtype == torch.bool and mask.shape[-2] > 1 and bool(past.all()):
+            # Without padding: reading the mask once is much cheaper than choosing from it for every query.
+            return torch.cat([tail.new_ones(*tail.shape[:-1], kept), tail], dim=-1)
+        chosen = self.positions.long().repeat_interleave(query_heads // self.positions.shape[1], dim=1)
+        past = past.expand(self.rows, query_heads, -1, -1)
+        columns = past.gather(3, chosen[:, :, None].expand(-1, -1, past.shape[2], -1))
+        return torch.cat([columns, tail.expand(*columns.shape[:3], -1)], dim=-1)
+
+    # ------------------------------------------------------------------------------------------------- changing
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row i a copy of old row ``indices[i]``; blocks are shared."""
+        self.blocks.select(indices)
+        rows = list(indices)
+        self.positions = self.positions[rows]
+        if self.visible is not None and self.visible.shape[0] > 1:
+            self.visible = self.visible[rows]
+        self.queries.select(rows)
+
+    def truncate(self, tokens: int) -> None:
+        """Forget everything after the first `tokens` tokens, of which none behind `tail_begin` was dropped."""
+        if not self.tail_begin <= tokens <= self.tokens:
+            raise StateError(f"cannot truncate to {tokens} tokens: {self.tail_begin} to {self.tokens} are held")
+        self.blocks.truncate(self.tokens_held - (self.tokens - tokens))
+        self.queries.truncate(tokens)
+        if self.visible is not None:
+            self.visible = self.visible[:, :tokens]
+        self.tokens = tokens
+
+    def skip(self, blocks: int) -> None:
+        """Nothing: every token of a full-attention layer is seen by later queries."""
+        if blocks:
+            raise StateError("an evicted history cannot begin behind its first token")
+
+    def _no_positions(self, rows: int, heads: int) -> Tensor:
+        return torch.empty(rows, heads, 0, dtype=_POSITION_DTYPE, device=self.blocks.pool.device)
+
+    def check_integrity(self) -> None:
+        """Raise StateError unless blocks, positions and lengths agree."""
+        self.blocks.check_integrity()
+        rows, heads, kept = self.positions.shape
+        if (rows, heads) != (self.rows, self.raw_pool.keys.shape[0]):
+            raise StateError(f"positions of {rows} rows and {heads} heads in a table of {self.rows} rows")
+        if kept + self.tokens - self.tail_begin != self.tokens_held:
+            tail = self.tokens - self.tail_begin
+            raise StateError(f"{self.tokens_held} tokens are held, but {kept} kept ones and {tail} behind them")
+        if kept and not self.positions.is_meta:
+            rising = bool((self.positions.diff(dim=2) > 0).all())
+            if not rising or int(self.positions.min()) < 0 or int(self.positions.max()) >= self.tail_begin:
+                raise StateError(f"kept positions are not in order or reach behind {self.tail_begin}")
+
+
+def _chosen(states: Tensor, kept: Tensor, candidates: int) -> Tensor:
+    """Of the first `candidates` tokens those that were kept, and all others."""
+    chosen = states.gather(2, kept[..., None].expand(-1, -1, -1, states.shape[3]))
+    return torch.cat([chosen, states[:, :, candidates:]], dim=2)

@@ -1,0 +1,205 @@
+"""The history of one attention layer within a budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..attention import attend, materialize
+from ..errors import ConfigError, StateError
+from ..exactness import Exactness
+from ..handle import Handle
+from ..layer import BlockLayer
+from .budget import Budget
+from .evicted_table import EvictedTable
+from .policy import Policy
+
+
+class EvictingLayer(BlockLayer):
+    """Keys and values of one full-attention layer, of which those with the lowest scores are dropped.
+
+    Each query attends to everything held when its tokens arrive, its own chunk included. The budget applies to a first
+    chunk at once, to later ones when the next tokens come: what is held is at most the budget and one chunk.
+
+    Args:
+        policy: What decides who stays.
+        budget: How much stays.
+        layers: Layers that share the budget, where it is a size.
+        block_size: Tokens per block, and tokens dropped at a time while decoding.
+        sinks: Tokens at the beginning that always stay.
+        recent: Tokens at the end that always stay.
+    """
+
+    def __init__(
+        self, policy: Policy, budget: Budget, layers: int = 1, block_size: int = 64, sinks: int = 4, recent: int = 64
+    ) -> None:
+        super().__init__(block_size)
+        for name, tokens in (("sinks", sinks), ("recent", recent)):
+            if tokens < 0:
+                raise ConfigError(f"{name} is a number of tokens, at least 0, got {tokens}")
+        self.policy = policy
+        self.budget = budget
+        self.layers = layers
+        self.sinks = sinks
+        self.recent = recent
+        self._new_tokens = 0
+        if budget.fixed_tokens is not None:
+            self._check_budget(budget.fixed_tokens)
+
+    @property
+    def exactness(self) -> Exactness:
+        """Its own claim: see `BlockLayer.exactness`."""
+        if self.budget.is_everything:
+            return super().exactness
+        return Exactness("approximate", f"tokens of full-attention layers are dropped: {self._storage()}")
+
+    def _check_budget(self, tokens: int) -> None:
+        least = self.sinks + self.recent + self.block_size
+        if tokens < least:
+            raise ConfigError(
+                f"a budget of {tokens} tokens leaves no choice: {self.sinks} sinks, {self.recent} recent tokens and a "
+                f"block of {self.block_size} are always held, {least} together. Raise it, or lower one of these"
+            )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Fix heads, widths, dtype and device from a sample of the states.
+
+        Raises:
+            ConfigError: A budget in bytes is too small for as many rows.
+        """
+        rows, heads = key_states.shape[:2]
+        token_bytes = heads * torch.int32.itemsize
+        for states in (key_states, value_states):
+            token_bytes += states.shape[1] * states.shape[3] * states.element_size()
+        row_bytes = (self.budget.total_bytes or 0) / self.layers / rows
+
+        def limit(seen: int) -> int:
+            return self.budget.tokens(seen, row_bytes, token_bytes, self.block_size)
+
+        if self.budget.total_bytes is not None:
+            self._check_budget(limit(0))
+        self.restore(
+            EvictedTable(key_states, value_states, self.policy, limit, self.block_size, self.sinks, self.recent)
+        )
+
+    def update(
+        self,
+        key_states: Float[Tensor, "rows key_heads tokens key_width"],
+        value_states: Float[Tensor, "rows value_heads tokens value_width"],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """See `BlockLayer.update`."""
+        self._new_tokens = key_states.shape[-2]
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """See `BlockLayer.check_crop`.
+
+        Raises:
+            StateError: What was dropped would be needed.
+        """
+        super().check_crop(tokens_to_remove)
+        if self.table is None:
+            return
+        table = self._evicted_table()
+        if table.tokens + tokens_to_remove < table.tail_begin:
+            raise StateError(
+                f"{-tokens_to_remove} of {table.tokens} tokens cannot be removed: before token {table.tail_begin} some "
+                f"were dropped. Raise `recent` above {self.recent}, call `cache.activate_past_recording()` before the "
+                "tokens are stored, or start again with `cache.reset()`"
+            )
+
+    def observe(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+    ) -> None:
+        """Let the policy know the queries; apply the budget to a first chunk once its queries are known."""
+        table = self._evicted_table()
+        if self._new_tokens == 1 and query.shape[2] > 1:
+            # transformers may pack the query heads that share a key head, as if they were queries of several tokens.
+            query = query.flatten(1, 2)[:, :, None]
+        table.observe(query, _visible(mask), scale, forget=not self.record_past)
+        if table.tokens == self._new_tokens and not self.record_past:
+            table.drop_before(0)
+
+    def attend(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+        first_token: int,
+    ) -> Float[Tensor, "rows query_heads queries value_width"]:
+        """Attention of `query` over what is held; see `hf_kvcache.attention.attend`."""
+        if first_token:
+            raise StateError(f"an evicting layer is read from its first token on, not from {first_token}")
+        table = self._evicted_table()
+        if mask is not None and mask.shape[-1] > 1:
+            mask = table.columns_of(mask, query.shape[1])
+        return attend(table.blocks, 0, query, mask, scale)
+
+    def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
+        """Contiguous copies of the keys and values from position `first_token` on.
+
+        Raises:
+            StateError: Tokens were dropped, or should have been by a policy that saw no queries: tensors of the whole
+                history, which an attention of the model's own would read, do not exist.
+        """
+        table = self._evicted_table()
+        if table.positions.shape[2]:
+            raise StateError(
+                f"{table.tokens - table.tokens_held} of {table.tokens} tokens were dropped, and only attention through "
+                "torch's scaled_dot_product_attention can leave them out: load the model with "
+                'attn_implementation="sdpa"'
+            )
+        if table.is_due and self.policy.needs_queries and table.queries.end < table.tokens:
+            raise StateError(
+                f"the policy {self.policy.name!r} looks at queries, which this attention implementation does not show: "
+                'load the model with attn_implementation="sdpa", or take a policy that looks at keys and values alone'
+            )
+        return materialize(table.blocks, first_token)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """A copy of the keys held, ``[rows, heads, held, width]``; None before the first update."""
+        return None if self.table is None else materialize(self._evicted_table().blocks, 0)[0]
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """A copy of the values held, ``[rows, heads, held, width]``; None before the first update."""
+        return None if self.table is None else materialize(self._evicted_table().blocks, 0)[1]
+
+    def _evicted_table(self) -> EvictedTable:
+        table = self._table()
+        if not isinstance(table, EvictedTable):
+            raise StateError(f"an evicting layer cannot read a {type(table).__name__}")
+        return table
+
+    def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Handles on the states themselves: their queries are seen on the way."""
+        keys, values = key_states.contiguous(), value_states.contiguous()
+        if keys.is_meta:  # only bytes are asked for, and no query is going to come
+            self.observe(keys, None, 1.0)
+        return (
+            Handle(self, 0, 0, 1, keys.shape, keys, keys),
+            Handle(self, 1, 0, 1, values.shape, values, values),
+        )
+
+    def _storage(self) -> str:
+        budget = self.budget.amount
+        kept = f"{self.sinks} sinks and {self.recent} recent tokens always held"
+        return f"evicted by {self.policy.name} to a budget of {budget}, {kept}, blocks of {self.block_size} tokens"
+
+
+def _visible(mask: Tensor | None) -> Tensor | None:
+    """Which tokens the last query may look at, ``[rows or 1, seen]``, a copy; None without a mask."""
+    if mask is None or mask.shape[-1] == 1:
+        return None
+    row = mask.view(*([1] * (4 - mask.ndim)), *mask.shape)[:, 0, -1]
+    # A number this low hides a token: masks in float hold zeros, biases, and the lowest number there is.
+    return row.clone() if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2

@@ -1,0 +1,619 @@
+"""What is special about evicted histories: who stays, what is read, whose bytes are given back, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from architectures import tiny_model
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from modes import MODES, NEEDS_CROP, PROMPT_TOKENS, generate, padded_rows, prompt
+from strategies import CACHE_ARGUMENT, decoder_config
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_kvcache import ConfigError, EvictingCache, KVCache, SpecError, StateError, build_cache
+from hf_kvcache.retention import POLICIES, EvictedTable, EvictingLayer, Held
+from hf_kvcache.retention.budget import Amount, Budget
+from hf_kvcache.retention.lagkv import LagKV
+from hf_kvcache.retention.policies import make_policy
+from hf_kvcache.units import parse_bytes
+
+HEADS, GROUPS, WIDTH, BLOCK, SINKS, RECENT = 2, 3, 8, 4, 2, 5
+LEAST = SINKS + RECENT + BLOCK
+
+
+def layer(policy: str = "knorm", budget: Amount = 20) -> EvictingLayer:
+    return EvictingLayer(make_policy(policy), Budget(budget), 1, BLOCK, SINKS, RECENT)
+
+
+def states(tokens: int, rows: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and queries."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(rows, HEADS, tokens, WIDTH)] * 2 + [(rows, HEADS * GROUPS, tokens, WIDTH)]
+    keys, values, queries = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return keys, values, queries
+
+
+def feed(target: EvictingLayer, tokens: tuple[Tensor, ...], mask: Tensor | None = None) -> Tensor:
+    """One forward pass of an attention layer."""
+    keys, values = target.update(tokens[0], tokens[1])
+    queries = tokens[2]
+    if mask is None and queries.shape[2] > 1:
+        mask = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - queries.shape[2])
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+
+
+def split(tokens: tuple[Tensor, ...], *sizes: int) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(part.split(sizes, dim=2) for part in tokens), strict=True))
+
+
+def table_of(target: EvictingLayer) -> EvictedTable:
+    assert isinstance(target.table, EvictedTable)
+    return target.table
+
+
+# Any operations, against a model in plain Python
+
+
+class PlainRow:
+    """One row as lists: everything it was given, and which tokens each head still holds."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []  # [heads, width] each
+        self.values: list[Tensor] = []
+        self.padding: list[bool] = []
+        self.held: list[list[int]] = [[] for _ in range(HEADS)]
+
+    def append(self, keys: Tensor, values: Tensor, padding: bool) -> None:
+        for head in self.held:
+            head.append(len(self.keys))
+        self.keys.append(keys)
+        self.values.append(values)
+        self.padding.append(padding)
+
+    def evict(self, target: int, tail_begin: int) -> None:
+        first = self.padding.index(False) if False in self.padding else 0
+        for index, head in enumerate(self.held):
+            recent = [token for token in head if token >= tail_begin]
+            older = [token for token in head if token < tail_begin]
+
+            def worth(token: int, index: int = index) -> float:
+                if self.padding[token]:
+                    return -math.inf
+                if token < first + SINKS:
+                    return math.inf
+                return -self.keys[token][index].norm().item()
+
+            best = sorted(older, key=worth, reverse=True)[: target - len(recent)]
+            self.held[index] = sorted(best) + recent
+
+    def attend(self, query: Tensor) -> Tensor:
+        """Of the newest token, ``[heads * groups, width]``."""
+        outputs = []
+        for number in range(HEADS * GROUPS):
+            head = number // GROUPS
+            seen = [token for token in self.held[head] if not self.padding[token]]
+            keys = torch.stack([self.keys[token][head] for token in seen])
+            values = torch.stack([self.values[token][head] for token in seen])
+            outputs.append(torch.softmax(keys @ query[number] / math.sqrt(WIDTH), 0) @ values)
+        return torch.stack(outputs)
+
+    def truncate(self, tokens: int) -> None:
+        del self.keys[tokens:], self.values[tokens:], self.padding[tokens:]
+        self.held = [[token for token in head if token < tokens] for head in self.held]
+
+
+class Evictions(RuleBasedStateMachine):
+    """Chunks, single tokens, rows rearranged and steps back, in any order."""
+
+    @initialize(
+        rows=st.integers(1, 3),
+        budget=st.sampled_from([LEAST, 20, 0.3, 0.8]),
+        seed=st.integers(0, 3),
+        padding=st.integers(0, 9),
+        recording=st.booleans(),
+    )
+    def begin(self, rows: int, budget: float, seed: int, padding: int, recording: bool) -> None:
+        self.layer = layer("knorm", budget)
+        self.budget = budget
+        self.generator = torch.Generator().manual_seed(seed)
+        self.plain = [PlainRow() for _ in range(rows)]
+        self.tail_begin = 0
+        self.recording = recording
+        if recording:
+            self.layer.activate_past_recording()
+        # The first row is padded on the left, if there are others.
+        self.left = padding if rows > 1 else 0
+        self.update(tokens=padding + 4)
+
+    @property
+    def seen(self) -> int:
+        return len(self.plain[0].keys)
+
+    def evict(self) -> None:
+        limit = math.ceil(self.budget * self.seen) if isinstance(self.budget, float) else self.budget
+        limit = max(limit, LEAST)
+        if len(self.plain[0].held[0]) <= limit:
+            return
+        self.tail_begin = max(self.tail_begin, self.seen - RECENT)
+        for row in self.plain:
+            row.evict(limit - BLOCK, self.tail_begin)
+
+    @precondition(lambda self: self.seen < 150)
+    @rule(tokens=st.one_of(st.just(1), st.integers(1, 40)))
+    def update(self, tokens: int) -> None:
+        first = self.seen == 0
+        if not first and not self.recording:
+            self.evict()
+        given = [
+            torch.randn(len(self.plain), heads, tokens, WIDTH, generator=self.generator, dtype=torch.float64)
+            for heads in (HEADS, HEADS, HEADS * GROUPS)
+        ]
+        for index, row in enumerate(self.plain):
+            for token in range(tokens):
+                padding = first and index == 0 and token < self.left
+                row.append(given[0][index, :, token], given[1][index, :, token], padding)
+        mask = torch.ones(tokens, self.seen, dtype=torch.bool).tril(self.seen - tokens)
+        mask = mask & ~torch.tensor([row.padding for row in self.plain])[:, None, None]
+        found = feed(self.layer, tuple(given), mask)
+        expected = torch.stack([row.attend(query[:, -1]) for row, query in zip(self.plain, given[2], strict=True)])
+        torch.testing.assert_close(found[:, :, -1], expected, rtol=0, atol=1e-12)
+        if first and not self.recording:
+            self.evict()
+
+    @rule(back=st.integers(0, 12))
+    def crop(self, back: int) -> None:
+        if self.seen - back < max(self.tail_begin, self.left + 1):
+            if self.seen - back < self.tail_begin:
+                with pytest.raises((StateError, ValueError)):
+                    self.layer.crop(-back)
+            return
+        self.layer.crop(-back)
+        left = self.seen - back
+        for row in self.plain:
+            row.truncate(left)
+        self.evict()
+
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, len(self.plain) - 1), min_size=1, max_size=4))
+        self.layer.batch_select_indices(torch.tensor(rows))
+        self.plain = [copy.deepcopy(self.plain[row]) for row in rows]
+
+    @rule()
+    def go_on_with_a_copy(self) -> None:
+        self.layer = copy.deepcopy(self.layer)
+
+    @invariant()
+    def same_as_plain(self) -> None:
+        if not hasattr(self, "plain"):
+            return
+        self.layer.check_integrity()
+        assert self.layer.get_seq_length() == self.seen
+        assert table_of(self.layer).tokens_held == len(self.plain[0].held[0])
+        assert table_of(self.layer).slot_positions().tolist() == [row.held for row in self.plain]
+        for states_held, kind in ((self.layer.keys, "keys"), (self.layer.values, "values")):
+            given = [
+                [[getattr(row, kind)[token][head] for token in row.held[head]] for head in range(HEADS)]
+                for row in self.plain
+            ]
+            expected = torch.stack([torch.stack([torch.stack(head) for head in row]) for row in given])
+            assert torch.equal(states_held, expected)
+
+
+TestEvictions = Evictions.TestCase
+TestEvictions.settings = settings(
+    max_examples=15,
+    stateful_step_count=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# The policies, each against its formula
+
+
+class Row(NamedTuple):
+    """Keys and values ``[heads, tokens, width]``, queries of the last tokens and their weights on every token."""
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    weights: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[1]
+
+
+def plain_row(keys: Tensor, values: Tensor, queries: Tensor) -> Row:
+    """Weights by brute force, query by query."""
+    tokens, count = keys.shape[1], queries.shape[1]
+    weights = torch.zeros(HEADS, GROUPS, count, tokens, dtype=torch.float64)
+    for number in range(HEADS * GROUPS):
+        head, group = divmod(number, GROUPS)
+        for place in range(count):
+            seen = tokens - count + place + 1
+            products = keys[head, :seen] @ queries[number, place] / math.sqrt(WIDTH)
+            weights[head, group, place, :seen] = torch.softmax(products, 0)
+    return Row(keys, values, queries, weights)
+
+
+def knorm(row: Row, head: int) -> list[float]:
+    return [-key.norm().item() for key in row.keys[head]]
+
+
+def keydiff(row: Row, head: int) -> list[float]:
+    anchor = torch.stack([key / key.norm() for key in row.keys[head]]).mean(0)
+    return [-torch.cosine_similarity(key, anchor, dim=0).item() for key in row.keys[head]]
+
+
+def cur(row: Row, head: int) -> list[float]:
+    lefts = [torch.linalg.svd(states_of[head], full_matrices=False)[0] for states_of in (row.keys, row.values)]
+    return [(key.square().sum() * value.square().sum()).item() for key, value in zip(*lefts, strict=True)]
+
+
+def snapkv(row: Row, head: int) -> list[float]:
+    received = row.weights[head].mean((0, 1)).tolist()
+    windows = [received[max(token - 3, 0) : token + 4] for token in range(row.tokens)]
+    return [sum(window) / len(window) for window in windows]
+
+
+def tova(row: Row, _: int) -> list[float]:
+    return row.weights[:, :, -1].mean((0, 1)).tolist()
+
+
+def expected_attention(row: Row, head: int) -> list[float]:
+    total = torch.zeros(row.tokens, dtype=torch.float64)
+    for group in range(GROUPS):
+        seen = row.queries[head * GROUPS + group] / math.sqrt(WIDTH)
+        mean, covariance = seen.mean(0), torch.cov(seen.T, correction=0)
+        expected = torch.stack([(mean @ key + key @ covariance @ key / 2).exp() for key in row.keys[head]])
+        total += expected / expected.sum() / GROUPS
+    return (total * row.values[head].norm(dim=1)).tolist()
+
+
+FORMULAS: dict[str, Callable[[Row, int], list[float]]] = {
+    formula.__name__: formula for formula in (knorm, keydiff, cur, snapkv, tova, expected_attention)
+}
+
+
+def held(keys: Tensor, values: Tensor, queries: Tensor, padding: int = 0) -> Held:
+    rows, heads, tokens, _ = keys.shape
+    hidden = torch.arange(tokens) < padding
+    return Held(
+        keys,
+        values,
+        torch.arange(tokens, dtype=torch.int32).expand(rows, heads, -1),
+        hidden.expand(rows, heads, -1) if padding else None,
+        queries,
+        hidden[-queries.shape[2] :].expand(rows, -1) if padding else None,
+        1 / math.sqrt(WIDTH),
+        None,
+    )
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_scores_follow_the_formula(name: str) -> None:
+    tokens = states(30, rows=2)
+    queries = tokens[2][:, :, -max(make_policy(name).queries, 1) :]
+    found = make_policy(name).scores(held(tokens[0], tokens[1], queries))
+    for row in range(2):
+        plain = plain_row(tokens[0][row], tokens[1][row], queries[row])
+        expected = [FORMULAS[name](plain, head) for head in range(HEADS)]
+        # The leverages have a ridge of 1e-6.
+        torch.testing.assert_close(found[row], torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-9)
+
+
+def test_every_policy_has_its_formula_tested() -> None:
+    assert {*FORMULAS, "lagkv"} == {*POLICIES}
+
+
+def test_lagkv_follows_the_formula() -> None:
+    """Three whole partitions of 10 and a partial one, counted from the end."""
+    keys, values, queries = states(34)
+    ranks = LagKV(lag_tokens=10).scores(held(keys, values, queries)) * 10
+    for head in range(HEADS):
+        for begin in (4, 14):
+            information = torch.zeros(10, dtype=torch.float64)
+            for states_of in (keys[0, head], values[0, head]):
+                following = states_of[begin + 10 : begin + 20]
+                low, high = following.min(0).values, following.max(0).values
+                scaled = (states_of[begin : begin + 10] - low) / (high - low)
+                information += torch.softmax(scaled.std(1), 0)
+            assert ranks[0, head, begin : begin + 10].argsort().tolist() == information.argsort().tolist()
+            assert sorted(ranks[0, head, begin : begin + 10].tolist()) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_padding_changes_no_score(name: str) -> None:
+    """A padded row is scored as it is alone, whatever the states of the padding."""
+    keys, values, queries = states(50)
+    alone = make_policy(name).scores(held(keys, values, queries))
+    strange = states(20, seed=1)
+    padded = [torch.cat([100 * pads, real], dim=2) for pads, real in zip(strange, (keys, values, queries), strict=True)]
+    found = make_policy(name).scores(held(*padded, padding=20))[:, :, 20:]
+    torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_scores_in_half_precision_are_those_of_the_same_numbers(name: str) -> None:
+    narrow = [part.to(torch.bfloat16) for part in states(40)]
+    found = make_policy(name).scores(held(*narrow))
+    assert found.dtype == torch.float32
+    expected = make_policy(name).scores(held(*(part.double() for part in narrow)))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
+
+
+# In a layer
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_those_with_the_lowest_scores_go(name: str) -> None:
+    """After a prompt, head by head: sinks, the best, and the recent tokens."""
+    target = layer(name, budget=20)
+    prompt_states = states(60, rows=2)
+    feed(target, prompt_states)
+    table = table_of(target)
+    assert table.tokens_held == 20 - BLOCK
+    queries = prompt_states[2][:, :, -max(make_policy(name).queries, 1) :]
+    scores = make_policy(name).scores(held(prompt_states[0], prompt_states[1], queries)).clone()
+    scores[..., :SINKS] = math.inf
+    for row in range(2):
+        for head in range(HEADS):
+            best = scores[row, head, : 60 - RECENT].topk(20 - BLOCK - RECENT).indices.sort().values
+            assert table.slot_positions()[row, head].tolist() == [*best.tolist(), *range(60 - RECENT, 60)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("budget", [20, 0.4], ids=str)
+def test_budget_holds_after_a_prompt_chunks_and_tokens(name: str, budget: float) -> None:
+    target = layer(name, budget)
+    sizes = [70, 9, 30, 1, 1, *[1] * 30]
+    seen = 0
+    for part, size in zip(split(states(sum(sizes)), *sizes), sizes, strict=True):
+        feed(target, part)
+        seen += size
+        target.check_integrity()
+        most = max(budget if isinstance(budget, int) else math.ceil(budget * seen), LEAST)
+        # The prompt is reduced at once, what came after it when more comes.
+        assert table_of(target).tokens_held <= (most if seen == 70 else most + size)
+        raw = table_of(target).blocks.pool
+        assert raw.capacity_blocks * BLOCK <= table_of(target).tokens_held + BLOCK
+    assert target.get_seq_length() == seen
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_row_is_evicted_as_it_is_alone(name: str) -> None:
+    """Left padding included: it is neither a sink nor kept, and no score depends on it."""
+    prompt_states, more = states(60, rows=3), split(states(30, rows=3, seed=1), *[1] * 30)
+    mask = torch.ones(3, 1, 60, 60, dtype=torch.bool).tril()
+    padding = [0, 7, 25]
+    for row, pads in enumerate(padding):
+        mask[row, :, :, :pads] = False
+    together = layer(name)
+    feed(together, prompt_states, mask)
+    for step, part in enumerate(more):
+        row_mask = torch.ones(3, 1, 1, 61 + step, dtype=torch.bool)
+        for row, pads in enumerate(padding):
+            row_mask[row, ..., :pads] = False
+        outputs = feed(together, part, row_mask)
+    for row, pads in enumerate(padding):
+        alone = layer(name)
+        feed(alone, tuple(part[row : row + 1, :, pads:] for part in prompt_states))
+        for part in more:
+            output = feed(alone, tuple(each[row : row + 1] for each in part))
+        positions = table_of(alone).slot_positions()[0] + pads
+        assert torch.equal(table_of(together).slot_positions()[row], positions)
+        torch.testing.assert_close(outputs[row], output[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("steps", [1, 4, 7])
+@pytest.mark.parametrize("at_once", [True, False], ids=["chunk", "tokens"])
+def test_rolled_back_while_recording_is_never_having_gone_on(name: str, steps: int, at_once: bool) -> None:
+    """Bit for bit, whatever comes afterwards: as assisted decoding and prompt lookup step back."""
+    went, stayed = layer(name), layer(name)
+    draft = states(steps, seed=1)
+    for target in (went, stayed):
+        feed(target, states(60))
+        for part in split(states(9, seed=3), *[1] * 9):
+            feed(target, part)
+    went.activate_past_recording()
+    for part in [draft] if at_once else split(draft, *[1] * steps):
+        feed(went, part)
+    went.crop(-steps)
+    went.record_past = False
+    went.check_integrity()
+    for part in split(states(40, seed=2), *[1] * 20, 7, *[1] * 13):
+        assert torch.equal(feed(went, part), feed(stayed, part))
+    assert torch.equal(went.keys, stayed.keys)
+
+
+def test_a_step_back_behind_what_was_dropped_is_refused() -> None:
+    target = layer()
+    feed(target, states(60))
+    before = target.keys.clone()
+    with pytest.raises(StateError, match="token 55"):
+        target.crop(-6)
+    assert target.get_seq_length() == 60
+    assert torch.equal(target.keys, before)
+    target.crop(-5)
+    assert torch.equal(target.keys, before[:, :, :-5])
+    feed(target, states(8, seed=1))
+    target.check_integrity()
+
+
+def test_a_bias_in_the_mask_goes_with_its_token() -> None:
+    """Masks may hold a number for every token and head."""
+    target = layer()
+    first, last = split(states(61, rows=2), 60, 1)
+    feed(target, first)
+    bias = torch.randn(2, HEADS * GROUPS, 1, 61, dtype=torch.float64)
+    found = feed(target, last, bias)
+    positions = table_of(target).slot_positions().long().repeat_interleave(GROUPS, dim=1)
+    keys, values = (part.repeat_interleave(GROUPS, dim=1) for part in (target.keys, target.values))
+    chosen = bias.gather(3, positions[:, :, None])
+    expected = scaled_dot_product_attention(last[2], keys, values, attn_mask=chosen)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+# In generate
+
+
+def evicting(policy: str = "keydiff", budget: object = 12) -> str:
+    return f"evicting:policy={policy},budget={budget},sinks=2,recent=4,block_size=4"
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        *((policy, mode) for policy in ("keydiff", "snapkv") for mode in sorted(MODES)),
+        *((policy, "greedy") for policy in POLICIES if policy not in ("keydiff", "snapkv")),
+    ],
+)
+def test_every_mode_generates(policy: str, mode: str) -> None:
+    model = tiny_model("llama", torch.float32)
+    cache = build_cache(decoder_config(model), evicting(policy))
+    generation = MODES[mode](model, cache)
+    cache.check_integrity()
+    assert cache.get_seq_length() == generation.tokens_seen
+    assert cache.exactness.kind == "approximate"
+    assert 12 - 4 <= cache.memory().tokens_held <= 12 + 10  # and the last chunk or draft
+    if mode == "greedy":
+        again = build_cache(decoder_config(model), evicting(policy))
+        assert torch.equal(MODES[mode](model, again).logits, generation.logits)
+
+
+@pytest.mark.parametrize("policy", ["knorm", "snapkv"])
+def test_drafted_text_is_that_of_one_token_at_a_time(policy: str) -> None:
+    """What a cache drops may depend on where the chunks end; with a budget for everything it does not."""
+    model = tiny_model("llama", torch.float32)
+    for mode in sorted(NEEDS_CROP):
+        generation = MODES[mode](model, build_cache(decoder_config(model), evicting(policy, 1.0)))
+        assert torch.equal(generation.tokens, MODES[mode](model, None).tokens)
+
+
+def test_padded_rows_generate_as_alone() -> None:
+    model = tiny_model("llama", torch.float64)
+    rows = [row for row in padded_rows() if row.shape[1] > 10]
+    ids, mask = torch.zeros(len(rows), PROMPT_TOKENS, dtype=torch.long), torch.zeros(len(rows), PROMPT_TOKENS)
+    for index, row in enumerate(rows):
+        ids[index, -row.shape[1] :], mask[index, -row.shape[1] :] = row[0], 1
+    for policy in POLICIES:
+        together = generate(
+            model, build_cache(decoder_config(model), evicting(policy)), ids, attention_mask=mask.long()
+        )
+        for index, row in enumerate(rows):
+            alone = generate(model, build_cache(decoder_config(model), evicting(policy)), row)
+            assert torch.equal(together.tokens[index], alone.tokens[0])
+            torch.testing.assert_close(together.logits[:, index], alone.logits[:, 0], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("budget", ["24KiB", "40KiB"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_budget_in_bytes_bounds_the_whole_cache(budget: str, rows: int) -> None:
+    model = tiny_model("llama", torch.float32)
+    cache = build_cache(decoder_config(model), f"evicting:policy=knorm,budget={budget},sinks=2,recent=4,block_size=4")
+    generate(model, cache, prompt(rows=rows, tokens=200))
+    memory = cache.memory()
+    held = memory.payload_bytes + memory.unused_bytes + cache.block_layers[0].table.positions.nbytes * 3
+    assert 0.5 * parse_bytes(budget) < held <= parse_bytes(budget)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_can_be_planned(policy: str) -> None:
+    """States without values take what real ones take."""
+    model = tiny_model("llama", torch.float32)
+    real, planned = (build_cache(decoder_config(model), evicting(policy, 0.5)) for _ in range(2))
+    with torch.no_grad():
+        model(prompt(rows=2, tokens=60), **{CACHE_ARGUMENT: real})
+    heads, width = model.config.num_key_value_heads, model.config.head_dim
+    for planned_layer in planned.block_layers:
+        planned_layer.update(*[torch.empty(2, heads, 60, width, device="meta")] * 2)
+    assert planned.memory().payload_bytes == real.memory().payload_bytes
+    assert planned.memory().unused_bytes == real.memory().unused_bytes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_and_loaded_goes_on_bit_for_bit(policy: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", torch.float32)
+    cache = build_cache(decoder_config(model), evicting(policy))
+    mask = torch.ones(2, 41, dtype=torch.long)
+    mask[1, :9] = 0
+    generate(model, cache, prompt(rows=2, tokens=41) * mask, attention_mask=mask)
+    cache.save(tmp_path / "cache", model)
+    loaded = KVCache.load(tmp_path / "cache", model)
+    loaded.check_integrity()
+    assert loaded.memory().payload_bytes == cache.memory().payload_bytes
+    seen = cache.get_seq_length()
+    mask = torch.cat([mask, torch.ones(2, seen - 41, dtype=torch.long)], dim=1)
+    one, two = (
+        generate(model, each, **each.continuation(prompt(rows=2, tokens=6, seed=1), mask)) for each in (cache, loaded)
+    )
+    assert torch.equal(one.tokens, two.tokens)
+    assert torch.equal(one.logits, two.logits)
+
+
+# What does not work
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "snapvk"}, "did you mean 'snapkv'"),
+        ({"policy": "oracle"}, "known: knorm"),
+        ({"budget": 0.0}, "share"),
+        ({"budget": 1.5}, "share"),
+        ({"budget": "a lot"}, "64MiB"),
+        ({"budget": 0}, "leaves no choice"),
+        ({"budget": 131}, "132 together"),
+        ({"sinks": -1}, "sinks"),
+        ({"recent": -1}, "recent"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_impossible_choices(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EvictingCache(decoder_config(tiny_model("llama")), **options)
+
+
+def test_a_budget_in_bytes_that_is_too_small() -> None:
+    """Known when the first tokens come; nothing is stored."""
+    model = tiny_model("llama", torch.float32)
+    cache = EvictingCache(decoder_config(model), budget="1KiB")
+    with pytest.raises(ConfigError, match="leaves no choice"):
+        generate(model, cache, prompt())
+    assert cache.get_seq_length() == 0
+
+
+def test_an_option_that_does_not_exist() -> None:
+    with pytest.raises(SpecError, match="budget"):
+        build_cache(decoder_config(tiny_model("llama")), "evicting:budge=0.5")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_attention_that_does_not_leave_tokens_out(policy: str) -> None:
+    """Eager attention reads whole tensors: right as long as nothing has to go, refused then."""
+    model = tiny_model("llama", torch.float32, "eager")
+    short = generate(model, build_cache(decoder_config(model), evicting(policy, 200)), prompt())
+    assert torch.equal(short.tokens, generate(model, None, prompt()).tokens)
+    with pytest.raises(StateError, match='attn_implementation="sdpa"'):
+        generate(model, build_cache(decoder_config(model), evicting(policy)), prompt())
+
+
+def test_only_full_attention_is_evicted() -> None:
+    cache = EvictingCache(decoder_config(tiny_model("gemma3")))
+    assert [type(each).__name__ for each in cache.block_layers].count("EvictingLayer") == 1
+    assert "evicted by keydiff" in cache.describe()
+    assert "attention window" in cache.describe()
