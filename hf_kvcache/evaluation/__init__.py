@@ -6,11 +6,13 @@ from hf_kvcache.evaluation.caches import resolve_cache
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.memory import measured_bytes
 from hf_kvcache.evaluation.models import LoadedModel, load_model
+from hf_kvcache.evaluation.proofs import Proof
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.report import write_report
-from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Fidelity, Proof, Results
+from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Results
 from hf_kvcache.evaluation.retrieval import Grid
 from hf_kvcache.evaluation.run import evaluate
+from hf_kvcache.evaluation.samples import Fidelity
 
 __all__ = [
     "CacheResult",

@@ -14,9 +14,9 @@ from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation import metrics
 from hf_kvcache.evaluation.caches import resolve_cache
 from hf_kvcache.evaluation.models import LoadedModel
+from hf_kvcache.evaluation.outcomes import Agreement, Output
 from hf_kvcache.evaluation.protocols import Protocol, forward
 from hf_kvcache.evaluation.reader import Reader
-from hf_kvcache.evaluation.results import Agreement, Output
 from hf_kvcache.evaluation.windows import windows
 
 NGRAM_TOKENS = 4

@@ -15,6 +15,7 @@ from hf_kvcache.evaluation.agreement import Prompts
 from hf_kvcache.evaluation.config import read_config
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.models import load_model
+from hf_kvcache.evaluation.processes import own_device, team
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.report import main_table, write_report
 from hf_kvcache.evaluation.results import ContradictionError, Results
@@ -59,6 +60,10 @@ def evaluate_command(
     window: Annotated[int, typer.Option(help="Tokens a cache sees at most before it starts anew.")] = 2048,
     prefill: Annotated[int, typer.Option(help="Tokens of a window fed first, not scored.")] = 256,
     chunk: Annotated[int, typer.Option(help="Tokens per forward pass after that; 1 is true decoding.")] = 128,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Perplexity: also of whole documents, by windows that move on by so many tokens."),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Retrieval: tokens of the prompts.")] = "512,1024",
     depths: Annotated[str, typer.Option(help="Retrieval: places of the answer, 0 (start) to 1 (end).")] = "0,0.5,1",
     prompts: Annotated[int, typer.Option(help="Generation: prompts.")] = 8,
@@ -81,7 +86,7 @@ def evaluate_command(
     console = Console()
     try:
         protocol = Protocol(window, prefill, chunk)
-        loaded = load_model(model, getattr(torch, dtype.value), device)
+        loaded = load_model(model, getattr(torch, dtype.value), own_device(device))
         results = evaluate(
             loaded,
             load_text(dataset),
@@ -92,6 +97,7 @@ def evaluate_command(
             contexts=_numbers(contexts, int),
             grid=Grid(_numbers(lengths, int), _numbers(depths, float)),
             max_tokens=max_tokens,
+            stride_tokens=stride,
             seed=seed,
             dataset=dataset,
             folder=output,
@@ -101,15 +107,19 @@ def evaluate_command(
     except KVCacheError as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
         raise typer.Exit(2) from error
-    files = write_report(results, output)
+    if team(loaded.model.device).first:
+        _show(results, write_report(results, output), console)
+    if results.failures:
+        raise typer.Exit(1)
+
+
+def _show(results: Results, files: list[Path], console: Console) -> None:
     console.print(_table(results))
     for found in results.caches:
         console.print(verdict_line(found, results.reference), highlight=False, markup=False)
     for failure in results.failures:
         console.print(f"[bold red]FAILED[/bold red] {failure}", highlight=False)
     console.print(f"Report: {files[1]}", highlight=False)
-    if results.failures:
-        raise typer.Exit(1)
 
 
 def _numbers(text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

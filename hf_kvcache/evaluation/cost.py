@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 from hf_kvcache.evaluation.caches import resolve_cache
 from hf_kvcache.evaluation.memory import measured_bytes, reachable_tensors
 from hf_kvcache.evaluation.models import LoadedModel
+from hf_kvcache.evaluation.outcomes import Cost, TokenCost
 from hf_kvcache.evaluation.peak import PeakBytes
 from hf_kvcache.evaluation.protocols import forward
-from hf_kvcache.evaluation.results import Cost, TokenCost
 
 CONTEXTS = (128, 1024)
 PROMPT_TOKENS = 512

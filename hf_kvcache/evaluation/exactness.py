@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
 from hf_kvcache.evaluation.float64 import in_float64
 from hf_kvcache.evaluation.generation import MODES, NEW_TOKENS, Generated, compare, generate
+from hf_kvcache.evaluation.proofs import Difference, GenerationCheck, Kind, Proof
 from hf_kvcache.evaluation.protocols import Protocol, forward, stream
-from hf_kvcache.evaluation.results import Difference, GenerationCheck, Kind, Proof
 
 PROOF_TOKENS = 640
 PROMPT_TOKENS = 120

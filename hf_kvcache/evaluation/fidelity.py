@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hf_kvcache.evaluation import metrics
-from hf_kvcache.evaluation.results import Fidelity, Group, Positions, Samples
+from hf_kvcache.evaluation.samples import Fidelity, Group, Positions, Samples
 
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Between which the reference's highest probability is grouped."""

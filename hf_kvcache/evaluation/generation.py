@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_kvcache.evaluation.proofs import GenerationCheck
 from hf_kvcache.evaluation.protocols import cache_argument
-from hf_kvcache.evaluation.results import GenerationCheck
 
 NEW_TOKENS = 12
 PAD_TOKENS = 7

@@ -7,8 +7,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Fidelity, Results
+from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Results
 from hf_kvcache.evaluation.retrieval import mean
+from hf_kvcache.evaluation.samples import Fidelity
 from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
 from hf_kvcache.evaluation.verdicts import verdict, verdict_line
 

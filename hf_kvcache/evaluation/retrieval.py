@@ -17,9 +17,10 @@ from hf_kvcache.evaluation.caches import Build, resolve_cache
 from hf_kvcache.evaluation.haystack import Make, Problem, fit
 from hf_kvcache.evaluation.journal import Journal
 from hf_kvcache.evaluation.models import LoadedModel
+from hf_kvcache.evaluation.outcomes import Trial
+from hf_kvcache.evaluation.processes import Team
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.reader import Reader
-from hf_kvcache.evaluation.results import Trial
 
 WITH_DEPTH: dict[str, Make] = {
     "single needle": needles.single,
@@ -87,6 +88,7 @@ def measure_retrieval(
     seed: int = 0,
     progress: bool = True,
     journal: Journal | None = None,
+    team: Team | None = None,
 ) -> list[tuple[Trial, ...]]:
     """Put every problem of the grid to every cache; one tuple of trials for each of `specs`.
 
@@ -99,6 +101,7 @@ def measure_retrieval(
         seed: Of the problems.
         progress: Whether to show a progress bar.
         journal: Where finished problems are kept, and found after an interruption.
+        team: The processes that share the problems, each taking every nth; all get all trials.
 
     Raises:
         InputError: A length is too short for a problem.
@@ -106,8 +109,11 @@ def measure_retrieval(
     prompts = list(_prompts(loaded, grid, seed))
     longest = max(_tokens(of) for of in prompts)
     builds = [resolve_cache(spec, longest) for spec in specs]
-    trials: list[list[Trial]] = []
+    team = team or Team()
+    trials: dict[int, list[Trial]] = {}
     for number, prompt in enumerate(tqdm(prompts, unit=" problems", desc="retrieval", disable=not progress)):
+        if not team.owns(number):
+            continue
         kept = journal.load(f"problem-{number}") if journal else None
         if kept is None:
             row = [_try(loaded, build, prompt, protocol) for build in builds]
@@ -115,8 +121,8 @@ def measure_retrieval(
                 journal.save(f"problem-{number}", json.dumps(row).encode())
         else:
             row = [Trial(*of) for of in json.loads(kept)]
-        trials.append(row)
-    return [tuple(column) for column in zip(*trials, strict=True)]
+        trials[number] = row
+    return [tuple(column) for column in zip(*team.share(trials), strict=True)]
 
 
 def mean(trials: Iterable[Trial], read: Callable[[Trial], float]) -> float:

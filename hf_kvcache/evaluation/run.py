@@ -1,12 +1,11 @@
-"""Run an evaluation: push one text through several caches side by side, then judge each."""
+"""Run an evaluation: everything that was asked for, with every cache, then a judgement of each."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -14,101 +13,27 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvcache.errors import ConfigError, InputError, KVCacheError
-from hf_kvcache.evaluation import metrics
 from hf_kvcache.evaluation.agreement import Prompts, measure_generation
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
 from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
 from hf_kvcache.evaluation.fidelity import fidelity
-from hf_kvcache.evaluation.journal import Journal, pack, unpack
-from hf_kvcache.evaluation.memory import measured_bytes
+from hf_kvcache.evaluation.journal import Journal
 from hf_kvcache.evaluation.models import LoadedModel
-from hf_kvcache.evaluation.protocols import Protocol, Scored, forward, stream
-from hf_kvcache.evaluation.results import (
-    CacheResult,
-    ContradictionError,
-    Fidelity,
-    Kind,
-    Positions,
-    Proof,
-    Results,
-    Samples,
-)
+from hf_kvcache.evaluation.processes import team
+from hf_kvcache.evaluation.proofs import Kind, Proof
+from hf_kvcache.evaluation.protocols import Protocol, forward
+from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Results
 from hf_kvcache.evaluation.retrieval import Grid, measure_retrieval
+from hf_kvcache.evaluation.scoring import ScoredText, score_text
+from hf_kvcache.evaluation.strided import check_stride, strided_perplexity
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
-from hf_kvcache.evaluation.windows import Window, count_units, windows
+from hf_kvcache.evaluation.windows import windows
 
-POSITIONS = 64
-"""Positions whose float64 log-probabilities are held at once."""
 NOT_ASKED: Proof | str = "the task exactness was not asked for"
 UNSCORED: dict[Kind, Kind] = {"uncached": "uncached", "approximate": "approximate"}
 """The class of a cache that no text went through; any other is not proven."""
-
-
-@dataclass
-class Trace:
-    """What is collected about one cache on the way: some 50 bytes a scored token, and nothing else that grows."""
-
-    columns: dict[str, list[Tensor]] = field(default_factory=dict)
-    bytes_held: int = 0
-    tokens_held: int = 0
-
-    def add(self, reference: Tensor, reference_log_probs: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """Compare some positions with the reference's."""
-        reference_nll = metrics.negative_log_likelihood(reference_log_probs, targets)
-        same = (reference == logits).all(dim=-1)
-        if bool(same.all()):
-            found = self._equal(reference_nll)
-        else:
-            log_probs = metrics.log_probabilities(logits)
-            nll = metrics.negative_log_likelihood(log_probs, targets)
-            found = {
-                "nll": nll,
-                "kl": metrics.kl_divergence(reference_log_probs, log_probs),
-                "reverse_kl": metrics.kl_divergence(log_probs, reference_log_probs),
-                "delta_p": (-nll).exp() - (-reference_nll).exp(),
-                "top10": metrics.top_overlap(reference_log_probs, log_probs),
-                "agrees": metrics.top1_agreement(reference_log_probs, log_probs),
-                "logit_difference": torch.where(same, 0.0, (reference - logits).abs().amax(dim=-1).double()),
-            }
-        for name, values in (found | {"identical": same}).items():
-            self.columns.setdefault(name, []).append(values.cpu())
-
-    @staticmethod
-    def _equal(reference_nll: Tensor) -> dict[str, Tensor]:
-        """What comparing equal predictions gives, without computing it."""
-        zeros = torch.zeros_like(reference_nll)
-        return {
-            "nll": reference_nll,
-            "kl": zeros,
-            "reverse_kl": zeros,
-            "delta_p": zeros,
-            "top10": zeros + 1,
-            "agrees": torch.ones_like(zeros, dtype=torch.bool),
-            "logit_difference": zeros,
-        }
-
-    def samples(self) -> Samples:
-        """All positions, joined."""
-        return Samples(**{name: torch.cat(pieces).numpy() for name, pieces in self.columns.items()})
-
-
-@dataclass
-class _Shared:
-    """What is collected about the text on the way."""
-
-    columns: dict[str, list[Tensor]] = field(default_factory=dict)
-    counts: list[Tensor] = field(default_factory=list)
-
-    def add(self, **values: Tensor) -> None:
-        for name, of in values.items():
-            self.columns.setdefault(name, []).append(of.cpu())
-
-    def positions(self) -> Positions:
-        lengths, words, bytes_ = torch.stack(self.counts).numpy().T
-        columns = {name: torch.cat(pieces).numpy() for name, pieces in self.columns.items()}
-        return Positions(**columns, lengths=lengths, words=words, bytes=bytes_)
 
 
 @dataclass(frozen=True)
@@ -119,7 +44,6 @@ class _Row:
     build: Build
     declared: Kind
     reason: str
-    trace: Trace = field(default_factory=Trace)
 
 
 def evaluate(
@@ -133,6 +57,7 @@ def evaluate(
     prompts: Prompts | None = None,
     contexts: Sequence[int] = CONTEXTS,
     max_tokens: int = 8192,
+    stride_tokens: int | None = None,
     seed: int = 0,
     dataset: str = "",
     folder: Path | None = None,
@@ -141,7 +66,8 @@ def evaluate(
     """Evaluate caches on a model and a text, against `DynamicCache` in the same dtype and against no cache.
 
     All caches are fed side by side, so the reference is computed once and nothing but a window of logits is
-    held.
+    held. Processes that were launched together (`accelerate launch`, `torchrun`) share windows and retrieval problems;
+    the first one alone does the rest, and all of them return the same.
 
     Args:
         loaded: The model, as it is to be measured (dtype, device, attention), its tokenizer and name.
@@ -153,6 +79,8 @@ def evaluate(
         prompts: Of the generation task; the defaults of `Prompts` if None.
         contexts: Lengths of the history at which the cost task times a token.
         max_tokens: Tokens to score at most.
+        stride_tokens: Also score whole documents, in windows that move on by so many tokens, see `strided.py`; None
+            does not.
         seed: Of bootstrap draws and sampled generation.
         dataset: Name of the text, for the record.
         folder: Where finished windows and retrieval problems are kept while it runs: the same call after an
@@ -166,31 +94,47 @@ def evaluate(
     started = time.perf_counter()
     protocol, chosen = protocol or Protocol(), parse_tasks(tasks)
     grid, prompts = grid or Grid(), prompts or Prompts()
-    needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) else {}
+    needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) or stride_tokens else {}
     needed |= {"a retrieval prompt": max(grid.lengths_tokens)} if "retrieval" in chosen else {}
     needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}
     _check(loaded.model, caches, needed)
+    if stride_tokens is not None:
+        check_stride(loaded.tokenizer, protocol.window_tokens, stride_tokens)
     rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
     journal = Journal(folder, _request(loaded, rows, protocol, grid, max_tokens=max_tokens, seed=seed, dataset=dataset))
-    positions, proofs = None, [NOT_ASKED] * len(rows)
+    processes = team(loaded.model.device)
+    progress = progress and processes.first
+    scored, proofs = None, [NOT_ASKED] * len(rows)
     if needs_scoring(chosen):
         texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
+        builds = [row.build for row in rows]
         with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
-            first, positions = _measure(loaded, rows, texts, protocol, journal, bar.update)
+            scored = score_text(loaded, builds, texts, protocol, journal, processes, bar.update)
         if "exactness" in chosen:
-            proofs = _proofs(loaded.model, rows, first, seed, progress)
-    figures = _figures(rows, positions, seed)
-    reference, floor, *found = [_result(*of) for of in zip(rows, proofs, figures, strict=True)]
+            window = scored.window
+            proofs = processes.by_first(lambda: _proofs(loaded.model, rows, window, seed, progress))
+    reference, floor, *found = _results(rows, proofs, scored, seed)
     measured = [reference, *found]
     specs = [of.spec for of in measured]
+    if stride_tokens is not None:
+        sizes = {
+            "window_tokens": protocol.window_tokens,
+            "stride_tokens": stride_tokens,
+            "chunk_tokens": protocol.chunk_tokens,
+            "max_tokens": max_tokens,
+        }
+        whole = processes.by_first(
+            lambda: [strided_perplexity(loaded, documents, spec, **sizes, progress=progress) for spec in specs]
+        )
+        measured = [replace(of, strided=its) for of, its in zip(measured, whole, strict=True)]
     if "retrieval" in chosen:
-        trials = measure_retrieval(loaded, specs, grid, protocol, seed, progress, journal)
+        trials = measure_retrieval(loaded, specs, grid, protocol, seed, progress, journal, processes)
         measured = [replace(of, retrieval=its) for of, its in zip(measured, trials, strict=True)]
     if "generation" in chosen:
-        written = measure_generation(loaded, documents, specs, prompts, progress)
+        written = processes.by_first(lambda: measure_generation(loaded, documents, specs, prompts, progress))
         measured = [replace(of, generation=its) for of, its in zip(measured, written, strict=True)]
     if "cost" in chosen:
-        costs = measure_cost(loaded, specs, contexts, seed, progress)
+        costs = processes.by_first(lambda: measure_cost(loaded, specs, contexts, seed, progress))
         measured = [replace(of, cost=its) for of, its in zip(measured, costs, strict=True)]
     results = Results(
         model=loaded.name,
@@ -198,17 +142,18 @@ def evaluate(
         dataset=dataset,
         tasks=chosen,
         protocol=protocol,
-        windows=0 if positions is None else len(positions.lengths),
-        scored_tokens=0 if positions is None else len(positions.targets),
+        windows=len(scored.positions.lengths) if scored else 0,
+        scored_tokens=len(scored.positions.targets) if scored else 0,
         seed=seed,
         reference=measured[0],
         noise_floor=floor,
         caches=tuple(measured[1:]),
-        environment=environment(loaded.model),
+        environment=environment(loaded.model) | {"processes": processes.count},
         seconds=time.perf_counter() - started,
-        positions=positions,
+        positions=scored.positions if scored else None,
     )
-    journal.close()
+    if processes.first:
+        journal.close()
     if results.failures:
         raise ContradictionError(results)
     return results
@@ -262,75 +207,6 @@ def _try(model: PreTrainedModel, cache: Cache, spec: str) -> None:
         raise ConfigError(f"{spec!r} cannot run on this model and machine: {type(error).__name__}: {error}") from error
 
 
-def _measure(
-    loaded: LoadedModel,
-    rows: list[_Row],
-    texts: Iterable[Window],
-    protocol: Protocol,
-    journal: Journal,
-    advance: Callable[[int], object],
-) -> tuple[Tensor, Positions]:
-    """Score all windows through all caches. Gives the first window, and what all caches share."""
-    shared = _Shared()
-    first = torch.empty(0, dtype=torch.long)
-    for number, window in enumerate(texts):
-        first = first if number else window.ids
-        kept = journal.load(f"window-{number}")
-        arrays = unpack(kept) if kept else {}
-        if np.array_equal(arrays.get("shared.targets", ()), window.ids[protocol.prefill_tokens + 1 :]):
-            advance(len(arrays["shared.targets"]))
-        else:  # not there, or of another text
-            arrays = _score(loaded, rows, window, protocol, advance)
-            journal.save(f"window-{number}", pack(arrays))
-        _collect(arrays, rows, shared)
-    return first, shared.positions()
-
-
-def _score(
-    loaded: LoadedModel, rows: list[_Row], window: Window, protocol: Protocol, advance: Callable[[int], object]
-) -> dict[str, np.ndarray]:
-    """Score one window through all caches: everything that is known about it, by name."""
-    traces, shared = [Trace() for _ in rows], _Shared()
-    made = [row.build(loaded.model.config) for row in rows]
-    for chunks in zip(*(stream(loaded.model, cache, window.ids, protocol) for cache in made), strict=True):
-        places = torch.arange(len(chunks[0].targets)) + chunks[0].first_position
-        shared.add(targets=chunks[0].targets, distances=places, documents=window.documents[places])
-        _compare(chunks, traces, shared)
-        advance(len(places))
-    columns = {"shared": shared.columns} | {str(place): of.columns for place, of in enumerate(traces)}
-    scored = len(window.ids) - 1 - protocol.prefill_tokens
-    return {
-        "counts": np.array([scored, *count_units(window.ids, loaded.tokenizer, protocol)]),
-        "held": np.array([[measured_bytes(of), 0 if of is None else len(window.ids) - 1] for of in made]),
-        **{f"{who}.{name}": torch.cat(of).numpy() for who, found in columns.items() for name, of in found.items()},
-    }
-
-
-def _collect(arrays: dict[str, np.ndarray], rows: list[_Row], shared: _Shared) -> None:
-    """Add what is known about a window to what was collected before; bytes are those of the first."""
-    if not shared.counts:
-        for row, (held, tokens) in zip(rows, arrays["held"].tolist(), strict=True):
-            row.trace.bytes_held, row.trace.tokens_held = held, tokens
-    shared.counts.append(torch.from_numpy(arrays["counts"]))
-    for name, values in arrays.items():
-        who, dot, column = name.partition(".")
-        if dot:
-            columns = shared.columns if who == "shared" else rows[int(who)].trace.columns
-            columns.setdefault(column, []).append(torch.from_numpy(values))
-
-
-def _compare(chunks: tuple[Scored, ...], traces: list[Trace], shared: _Shared) -> None:
-    """Compare what each cache predicted for one chunk with the first one's predictions."""
-    targets = chunks[0].targets
-    for start in range(0, len(targets), POSITIONS):
-        some = slice(start, start + POSITIONS)
-        reference = chunks[0].logits[some]
-        log_probs = metrics.log_probabilities(reference)
-        shared.add(confidence=log_probs.amax(dim=-1).exp())
-        for chunk, trace in zip(chunks, traces, strict=True):
-            trace.add(reference, log_probs, chunk.logits[some], targets[some])
-
-
 def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int, progress: bool) -> list[Proof | str]:
     """Prove every cache that does not call itself approximate; text where there is no proof, saying why."""
     notes: dict[Kind, str] = {
@@ -347,20 +223,22 @@ def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int,
     return [notes[row.declared] if row.declared in notes else next(remaining) for row in rows]
 
 
-def _figures(rows: list[_Row], positions: Positions | None, seed: int) -> list[Fidelity | None]:
-    if positions is None:
-        return [None] * len(rows)
-    samples = [row.trace.samples() for row in rows]
-    return [fidelity(of, samples[0], samples[1], positions, seed) for of in samples]
+def _results(
+    rows: list[_Row], proofs: Sequence[Proof | str], scored: ScoredText | None, seed: int
+) -> list[CacheResult]:
+    """Judge every cache by what was measured."""
+    return [_result(row, place, proofs[place], scored, seed) for place, row in enumerate(rows)]
 
 
-def _result(row: _Row, proof: Proof | str, figures: Fidelity | None) -> CacheResult:
+def _result(row: _Row, place: int, proof: Proof | str, scored: ScoredText | None, seed: int) -> CacheResult:
     found = proof if isinstance(proof, Proof) else None
-    measured, failures = (
-        (UNSCORED.get(row.declared, "unproven"), ())
-        if figures is None
-        else judge(row.declared, figures.identical, figures.logit_difference_max, found)
-    )
+    figures = None
+    measured: Kind = UNSCORED.get(row.declared, "unproven")
+    failures: tuple[str, ...] = ()
+    if scored:
+        samples = scored.samples
+        figures = fidelity(samples[place], samples[0], samples[1], scored.positions, seed)
+        measured, failures = judge(row.declared, figures.identical, figures.logit_difference_max, found)
     return CacheResult(
         spec=row.spec,
         declared=row.declared,
@@ -370,7 +248,7 @@ def _result(row: _Row, proof: Proof | str, figures: Fidelity | None) -> CacheRes
         scores=figures,
         proof=found,
         proof_note="" if found else str(proof),
-        bytes_held=row.trace.bytes_held,
-        tokens_held=row.trace.tokens_held,
-        samples=row.trace.samples() if figures else None,
+        bytes_held=scored.bytes_held[place] if scored else 0,
+        tokens_held=scored.tokens_held[place] if scored else 0,
+        samples=scored.samples[place] if scored else None,
     )

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hf_kvcache.evaluation.metrics import Interval
-from hf_kvcache.evaluation.results import CacheResult, Cost, Fidelity, Group, Results
+from hf_kvcache.evaluation.outcomes import Cost
+from hf_kvcache.evaluation.results import CacheResult, Results
 from hf_kvcache.evaluation.retrieval import mean
+from hf_kvcache.evaluation.samples import Fidelity, Group
 
 NOISE_FLOOR = "no cache (noise floor)"
 MOST_GROUPS = 20
@@ -24,7 +26,7 @@ class Table(NamedTuple):
 def tables(results: Results) -> list[Table]:
     """Every table there are results for."""
     fidelity = [*_statistics(results), *_groups(results)] if "fidelity" in results.tasks else []
-    return [*fidelity, *_retrieval(results), *_generation(results), *_cost(results)]
+    return [*fidelity, *_strided(results), *_retrieval(results), *_generation(results), *_cost(results)]
 
 
 def markdown(table: Table) -> list[str]:
@@ -130,6 +132,30 @@ def _group_cell(group: Group | None) -> str:
 def measured(results: Results) -> list[CacheResult]:
     """The reference, then the caches asked for."""
     return [results.reference, *results.caches]
+
+
+def _strided(results: Results) -> Iterator[Table]:
+    """One row a cache."""
+    rows = [(label(of), of.strided) for of in measured(results) if of.strided]
+    if not rows:
+        return
+    sizes = rows[0][1]
+    yield Table(
+        "Whole documents",
+        f"{sizes.tokens:,} tokens of {sizes.documents} documents, each token scored once; windows of "
+        f"{sizes.window_tokens:,} tokens that move on by {sizes.stride_tokens:,}.",
+        ("cache", "perplexity", "word perplexity", "byte perplexity", "bits per byte"),
+        tuple(
+            (
+                name,
+                f"{of.perplexity:.4f}",
+                f"{of.word_perplexity:,.6g}",
+                f"{of.byte_perplexity:.5f}",
+                f"{of.bits_per_byte:.5f}",
+            )
+            for name, of in rows
+        ),
+    )
 
 
 def _retrieval(results: Results) -> Iterator[Table]:

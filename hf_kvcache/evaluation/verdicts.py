@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from hf_kvcache.evaluation.results import CacheResult, Fidelity
+from hf_kvcache.evaluation.results import CacheResult
+from hf_kvcache.evaluation.samples import Fidelity
 
 GRADES = {"close": (0.01, 0.1, 0.99), "visible": (0.1, 1.0, 0.95)}
 """Largest mean and 99th percentile of KL in nats, and smallest agreement on the top token, of each grade; beyond them a

@@ -6,8 +6,9 @@ import torch
 import toys
 
 from hf_kvcache.evaluation import Protocol, evaluate, metrics
+from hf_kvcache.evaluation.divergence import top_tokens
 from hf_kvcache.evaluation.fidelity import fidelity
-from hf_kvcache.evaluation.results import Positions, Samples
+from hf_kvcache.evaluation.samples import Positions, Samples
 
 TEXTS = [toys.TEXT[:90], toys.TEXT[90:170], toys.TEXT[170:]]
 
@@ -84,8 +85,9 @@ def test_overlap_counts_members_whatever_their_order():
     swapped[0, [39, 30]] = swapped[0, [30, 39]]
     other = log_p.clone()
     other[0, :3] = 100.0
-    assert metrics.top_overlap(log_p, swapped).item() == 1.0
-    assert metrics.top_overlap(log_p, other).item() == pytest.approx(0.7)
+    top = top_tokens(log_p)[0]
+    assert metrics.overlap(top, top_tokens(swapped)[0]).item() == 1.0
+    assert metrics.overlap(top, top_tokens(other)[0]).item() == pytest.approx(0.7)
 
 
 def test_an_evaluation_fills_every_statistic():

@@ -1,7 +1,7 @@
 import pytest
 import toys
 
-from hf_kvcache.evaluation import ContradictionError, Grid, Protocol, evaluate, retrieval, run
+from hf_kvcache.evaluation import ContradictionError, Grid, Protocol, evaluate, retrieval, scoring
 from hf_kvcache.evaluation.journal import Journal
 
 MODEL = toys.loaded()
@@ -45,12 +45,12 @@ def interrupted(monkeypatch, folder, module, name, after, **changes):
 def test_an_interrupted_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
     both = {"tasks": ["fidelity", "retrieval"]}
     whole = measure(**both)
-    interrupted(monkeypatch, tmp_path, run, "_score", 2, **both)
+    interrupted(monkeypatch, tmp_path, scoring, "_score", 2, **both)
     with monkeypatch.context() as patch:
-        scored = interrupt(patch, run, "_score", None)
+        scored = interrupt(patch, scoring, "_score", None)
         interrupted(monkeypatch, tmp_path, retrieval, "_try", 5, **both)
     assert len(scored) == whole.windows - 2
-    scored, tried = interrupt(monkeypatch, run, "_score", None), interrupt(monkeypatch, retrieval, "_try", None)
+    scored, tried = interrupt(monkeypatch, scoring, "_score", None), interrupt(monkeypatch, retrieval, "_try", None)
     again = measure(tmp_path, **both)
     assert scored == []
     assert len(tried) == 2 * (4 - 2)  # two problems of four were finished with both caches
@@ -61,8 +61,8 @@ def test_an_interrupted_run_goes_on_and_gives_the_same(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{"text": toys.TEXT[5:]}, {"seed": 1}, {"max_tokens": 140}])
 def test_another_request_takes_nothing_over(tmp_path, monkeypatch, changes):
-    interrupted(monkeypatch, tmp_path, run, "_score", 1)
-    calls = interrupt(monkeypatch, run, "_score", None)
+    interrupted(monkeypatch, tmp_path, scoring, "_score", 1)
+    calls = interrupt(monkeypatch, scoring, "_score", None)
     found = measure(tmp_path, **changes)
     assert len(calls) == found.windows
     assert found.caches == measure(**changes).caches

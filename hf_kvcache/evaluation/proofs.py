@@ -1,0 +1,87 @@
+"""The classes of exactness, and what the float64 proof found."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["bitwise", "rounding", "approximate", "undeclared", "unproven", "uncached"]
+"""The classes of exactness; a claim may be `undeclared`, a measurement `unproven`, and no cache is
+`uncached`."""
+
+
+class Difference(NamedTuple):
+    """The largest logit difference of one way to feed the text against no cache, in float64."""
+
+    mode: str
+    positions: int
+    logit_difference: float
+
+
+class GenerationCheck(NamedTuple):
+    """One generation mode against the reference cache, in float64.
+
+    Attributes:
+        mode: Such as `greedy` or `4 beams`.
+        equal: Whether all token ids are the same.
+        first_difference: Tokens after the prompt where the first row splits off; None if equal.
+        margin: The reference's lead of its best score over its second best there: near zero it was a tie.
+            None if equal,
+            or where the score of a step belongs to no single row (beams).
+        score_difference: Largest difference of any score up to the split.
+        error: What `generate` raised with this cache; empty if it ran.
+    """
+
+    mode: str
+    equal: bool
+    first_difference: int | None
+    margin: float | None
+    score_difference: float
+    error: str = ""
+
+    @property
+    def complaint(self) -> str:
+        """Why it is not equal, in words."""
+        if self.error:
+            return f"{self.mode}: generate raised {self.error}"
+        margin = "" if self.margin is None else f" (the reference's margin there: {self.margin:.3g})"
+        return f"{self.mode}: other tokens from new token {self.first_difference} on{margin}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The float64 proof: the same real numbers as without a cache?
+
+    Attributes:
+        attention: Attention implementation it was run with.
+        context_tokens: Tokens in the cache at the end: what a cache does only in longer contexts is not covered.
+        logit_scale: Largest absolute logit without a cache.
+        tolerance: Largest logit difference that passes.
+        differences: One for each way to feed the text.
+        generation: One for each generation mode.
+    """
+
+    attention: str
+    context_tokens: int
+    logit_scale: float
+    tolerance: float
+    differences: tuple[Difference, ...]
+    generation: tuple[GenerationCheck, ...]
+
+    @property
+    def logit_difference(self) -> float:
+        """The largest of all feeding modes."""
+        return max(of.logit_difference for of in self.differences)
+
+    @property
+    def complaints(self) -> tuple[str, ...]:
+        """What came out different, one sentence each; empty if proven."""
+        logits = tuple(
+            f"{of.mode}: logits differ by {of.logit_difference:.3g}, tolerance {self.tolerance:.3g}"
+            for of in self.differences
+            if not of.logit_difference <= self.tolerance
+        )
+        return logits + tuple(of.complaint for of in self.generation if not of.equal and not of.error)
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Generation modes that raised with this cache, one sentence each: not wrong, but not possible."""
+        return tuple(of.complaint for of in self.generation if of.error)
