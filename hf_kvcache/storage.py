@@ -149,6 +149,7 @@ def _store_quantized(history: QuantizedTable, name: str, tensors: dict[str, Tens
         "lengths": history.lengths,
         "fits": len(history.fits),
         "fit_of_row": history.fit_of_row,
+        "off_by": history.off_by,
     }
 
 
@@ -179,6 +180,8 @@ def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str,
     history = layer.table
     if not isinstance(history, QuantizedTable):
         raise StateError(f"a quantized layer made a {type(history).__name__}")
+    if stored["off_by"] is not None:
+        history.protect(stored["off_by"])
     for part in ("sinks", "encoded", "raw"):
         _restore_table(getattr(history, part), stored[part], part, parts)
     fits = [

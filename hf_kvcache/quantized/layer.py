@@ -14,6 +14,7 @@ from ..errors import ConfigError, InputError, StateError
 from ..exactness import Exactness
 from ..handle import Handle
 from ..layer import BlockLayer
+from .protection import Protection
 from .table import QuantizedTable
 
 
@@ -28,9 +29,17 @@ class QuantizedLayer(BlockLayer):
         block_size: Tokens per encoded block.
         sinks: Tokens at the beginning that stay exact.
         recent: Tokens at the end that stay exact, at least.
+        protection: What guards keys that would be off by too much; None takes the codec as it is.
     """
 
-    def __init__(self, codecs: tuple[Codec, Codec], block_size: int = 64, sinks: int = 4, recent: int = 128) -> None:
+    def __init__(
+        self,
+        codecs: tuple[Codec, Codec],
+        block_size: int = 64,
+        sinks: int = 4,
+        recent: int = 128,
+        protection: Protection | None = None,
+    ) -> None:
         super().__init__(block_size)
         for name, tokens in (("sinks", sinks), ("recent", recent)):
             if tokens < 0:
@@ -38,6 +47,7 @@ class QuantizedLayer(BlockLayer):
         self.codecs = codecs
         self.sinks = sinks
         self.recent = recent
+        self.protection = protection
 
     @property
     def exactness(self) -> Exactness:
@@ -52,7 +62,9 @@ class QuantizedLayer(BlockLayer):
         Raises:
             ConfigError: A codec cannot store states of this width.
         """
-        return QuantizedTable(key_states, value_states, self.codecs, self.block_size, self.sinks, self.recent)
+        return QuantizedTable(
+            key_states, value_states, self.codecs, self.block_size, self.sinks, self.recent, self.protection
+        )
 
     def check_states(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise InputError unless the states fit the history and hold nothing but finite numbers, as codecs need."""
@@ -115,9 +127,12 @@ class QuantizedLayer(BlockLayer):
 
     def storage(self) -> str:
         """How its tokens are kept, in words."""
-        keys, values = self.codecs
+        keys, values = map(repr, self.codecs)
+        table = self.table
+        if isinstance(table, QuantizedTable) and table.off_by is not None:
+            keys = f"{table.codecs[0]!r} (as {keys} scores would be off by {table.off_by:.1f} nats)"
         exact = f"{self.sinks} sinks and {self.recent} recent tokens exact"
-        return f"keys {keys!r}, values {values!r}, blocks of {self.block_size} tokens, {exact}"
+        return f"keys {keys}, values {values}, blocks of {self.block_size} tokens, {exact}"
 
 
 def _check_finite(name: str, states: Tensor, seen: int) -> None:

@@ -20,6 +20,7 @@ from ..codecs import Codec, Fit
 from ..errors import StateError
 from .plan import ReadingPlan, plan_reading
 from .pool import EncodedPool, EncodedRun, EncodedSource
+from .protection import Protection, score_error
 from .queries import QueryRecord
 
 # Tokens after the sinks that a fit looks at, at most.
@@ -42,6 +43,7 @@ class QuantizedTable:
         block_size: Tokens per encoded block.
         sinks: Tokens at the beginning that stay exact.
         recent: Tokens at the end that stay exact, at least.
+        protection: What guards keys that would be off by too much; None takes the codec as it is.
     """
 
     def __init__(
@@ -52,9 +54,15 @@ class QuantizedTable:
         block_size: int,
         sinks: int,
         recent: int,
+        protection: Protection | None = None,
     ) -> None:
         rows = keys.shape[0]
         self.codecs = codecs
+        """The codecs in use: those asked for, unless the keys are protected."""
+        self.protection = protection
+        self.off_by: float | None = None
+        """By how many nats scores would have been off, if the keys are protected."""
+        self._asked_codecs = codecs
         self.block_size = block_size
         self.sink_tokens = sinks
         self.recent_tokens = recent
@@ -188,22 +196,45 @@ class QuantizedTable:
         end = min(end, begin + max(_FIT_TOKENS // self.block_size, 1) * self.block_size)
         columns = (end - begin) // self.raw.pool.block_size
         texts: dict[tuple[int, ...], int] = {}
+        readers = []
         for row, own in enumerate(self.raw.private):
             text = tuple([*self.raw.shared, *own][:columns])
             if text not in texts:
-                texts[text] = len(self.fits)
-                self.fits.append(self._fit_row(row, text))
+                texts[text] = len(readers)
+                readers.append((row, text))
             self.fit_of_row.append(texts[text])
+        fits = [self._fit_text(row, text) for row, text in readers]
+        off_by = max(fit[1] for fit in fits)
+        if self.protection is not None and self.off_by is None and off_by > self.protection.most_nats:
+            self.protect(off_by)
+            fits = [self._fit_text(row, text) for row, text in readers]
+        self.fits = [fit[0] for fit in fits]
 
-    def _fit_row(self, row: int, blocks: Sequence[int]) -> tuple[Fit, Fit]:
-        keys, values = self.raw.pool.gather(torch.tensor([list(blocks)], device=self.raw.pool.device))
-        squares = self.queries.squares
-        seen = (None if squares is None else squares[row], None)
-        fits = [
-            codec.fit(_precise(states[0]), known)
-            for codec, states, known in zip(self.codecs, (keys, values), seen, strict=True)
-        ]
-        return fits[0], fits[1]
+    def _fit_text(self, row: int, blocks: Sequence[int]) -> tuple[tuple[Fit, Fit], float]:
+        """What the codecs learn from some blocks of a row, and by how many nats scores will be off (0 if unknown)."""
+        gathered = self.raw.pool.gather(torch.tensor([list(blocks)], device=self.raw.pool.device))
+        keys, values = (_precise(states[0]) for states in gathered)
+        squares = None if self.queries.squares is None else self.queries.squares[row]
+        fits = self.codecs[0].fit(keys, squares), self.codecs[1].fit(values, None)
+        if self.protection is None or squares is None or keys.is_meta:
+            return fits, 0.0
+        return fits, score_error(self.codecs[0], fits[0], keys[:, : self.block_size], squares)
+
+    def protect(self, off_by: float) -> None:
+        """Store the keys with the codec that is kept for this, because scores would be off by so many nats.
+
+        Only before anything is encoded.
+        """
+        if self.protection is None:
+            raise StateError("this history has no codec to protect its keys with")
+        self.off_by = off_by
+        self._encode_with((self.protection.codec, self._asked_codecs[1]))
+
+    def _encode_with(self, codecs: tuple[Codec, Codec]) -> None:
+        """Make an empty encoded table for these codecs."""
+        self.codecs = codecs
+        pool = EncodedPool(*self._samples(), codecs, self.block_size)
+        self.encoded = ColumnTable(pool, self.rows, tight=True)
 
     def _encode(self, count: int) -> None:
         """Encode the next `count` columns, each distinct block once."""
@@ -342,6 +373,9 @@ class QuantizedTable:
             self.raw_begin = max(tokens, self.sink_tokens)
         if not self.lengths and not self.first_token:
             self.fits, self.fit_of_row = [], []
+            if self.off_by is not None:
+                self.off_by = None
+                self._encode_with(self._asked_codecs)
         self.queries.truncate(tokens)
         self.tokens = tokens
         self._exact_from = max(min(self._boundary(tokens), self.encoded_end), self.raw_first)
