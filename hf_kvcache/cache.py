@@ -385,6 +385,8 @@ def _build_layers(
 ) -> list[Any]:
     decoder = config.get_text_config(decoder=True)
     layer_types, layer_arguments = get_layer_types_and_kwargs(decoder)
+    if quantization is not None:
+        quantization.check_layers(len(layer_types))
     layers: list[Any] = []
     for index, (layer_type, arguments) in enumerate(zip(layer_types, layer_arguments, strict=True)):
         if layer_type == "full_attention":

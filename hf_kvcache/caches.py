@@ -53,9 +53,10 @@ class QuantizedCache(KVCache):
         sinks: Tokens at the beginning that stay exact.
         recent: Tokens at the end that stay exact, at least.
         block_size: Tokens per encoded block.
+        layers: What differs in some layers, as in ``0:key_bits=8&value_bits=8;3-5:recent=256``.
 
     Raises:
-        ConfigError: Bits, codec or sizes that do not exist.
+        ConfigError: Bits, codec, sizes or layers that do not exist.
 
     Example:
         >>> import torch
@@ -79,6 +80,7 @@ class QuantizedCache(KVCache):
         sinks: int = 4,
         recent: int = 128,
         block_size: int = 64,
+        layers: str = "",
     ) -> None:
         quantization = Quantization(
             key_bits=bits if key_bits is None else key_bits,
@@ -86,6 +88,7 @@ class QuantizedCache(KVCache):
             codec=codec,
             sinks=sinks,
             recent=recent,
+            layers=layers,
         )
         super().__init__(config, block_size=block_size, quantization=quantization)
 

@@ -196,7 +196,7 @@ class QuantizedTable:
         end = min(end, begin + max(_FIT_TOKENS // self.block_size, 1) * self.block_size)
         columns = (end - begin) // self.raw.pool.block_size
         texts: dict[tuple[int, ...], int] = {}
-        readers = []
+        readers: list[tuple[int, tuple[int, ...]]] = []
         for row, own in enumerate(self.raw.private):
             text = tuple([*self.raw.shared, *own][:columns])
             if text not in texts:
