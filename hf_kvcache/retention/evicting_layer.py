@@ -54,7 +54,7 @@ class EvictingLayer(BlockLayer):
         """Its own claim: see `BlockLayer.exactness`."""
         if self.budget.is_everything:
             return super().exactness
-        return Exactness("approximate", f"tokens of full-attention layers are dropped: {self._storage()}")
+        return Exactness("approximate", f"tokens of full-attention layers are dropped: {self.storage()}")
 
     def _check_budget(self, tokens: int) -> None:
         least = self.sinks + self.recent + self.block_size
@@ -190,7 +190,8 @@ class EvictingLayer(BlockLayer):
             Handle(self, 1, 0, 1, values.shape, values, values),
         )
 
-    def _storage(self) -> str:
+    def storage(self) -> str:
+        """See `BlockLayer.storage`."""
         budget = self.budget.amount
         kept = f"{self.sinks} sinks and {self.recent} recent tokens always held"
         return f"evicted by {self.policy.name} to a budget of {budget}, {kept}, blocks of {self.block_size} tokens"
