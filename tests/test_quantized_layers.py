@@ -79,7 +79,7 @@ def test_protection_is_for_all_rows_and_survives_row_operations_crops_and_copies
     cache.check_integrity()
     assert "would be off" in cache.describe()
     # Taken back to before anything was encoded, nothing is known of what is to come.
-    cache.crop(-cache.get_seq_length() + 10)
+    cache.crop(-cache.get_seq_length() + 3)
     cache.check_integrity()
     assert "would be off" not in cache.describe()
 
@@ -121,7 +121,7 @@ def test_layers_differ_as_asked(tmp_path: object) -> None:
         ("0:key_bits=four", "key_bits is a whole number, got 'four'"),
         ("0:key_bits=4;0-1:key_bits=3", "layer 0 is named twice"),
         ("0:codec=zip", "no codec is called 'zip'"),
-        ("0:recent=32;99:recent=32", "names layer 99, but the model has 2"),
+        ("0:recent=32;99:recent=32", "names layer 99, but the model has 3"),
     ],
 )
 def test_impossible_layers(layers: str, message: str) -> None:
