@@ -405,12 +405,13 @@ def test_only_the_texts_of_a_cache_are_stored() -> None:
 def test_padding_that_follows_an_answer_is_not_stored() -> None:
     model = tiny_model("llama")
     store = PrefixStore.for_model(model, block_size=SIZE)
-    ids = text(9)
-    with PrefixSharedCache(model.config, store, ids) as cache:
-        sequence = torch.cat([ids, text(3, seed=5), torch.zeros(1, 20, dtype=torch.long)], dim=1)
-        with torch.no_grad():
-            model(sequence, **{CACHE_ARGUMENT: cache})
-        assert cache.commit(sequence) == 12
+    ids = text(9).repeat(2, 1)
+    ended = torch.cat([text(9), text(3, seed=5), torch.zeros(1, 20, dtype=torch.long)], dim=1)
+    goes_on = torch.cat([text(9), text(23, seed=6)], dim=1)
+    with PrefixSharedCache(model.config, store, ids) as cache, torch.no_grad():
+        sequences = torch.cat([ended, goes_on])
+        model(sequences, **{CACHE_ARGUMENT: cache})
+        assert cache.commit(sequences) == 12 + (32 - 8)
 
 
 @pytest.mark.skipif(not RENAMED, reason="this transformers does not tell caches the positions")
