@@ -168,6 +168,12 @@ class PrefixSharedCache(KVCache):
 
     # ------------------------------------------------------------------------------------------------- sharing
 
+    def give_up(self, reason: str) -> None:
+        """Be empty and count the prompt as missed: it is computed from its first token, and can still be committed."""
+        if self.shared_tokens:
+            self._store.withdraw(self.shared_tokens, reason)
+        self.reset()
+
     def fork(self) -> PrefixSharedCache:
         """The same history once more, to be continued in another way; what one row holds is not copied."""
         other = copy.copy(self)
@@ -210,11 +216,10 @@ class PrefixSharedCache(KVCache):
     def activate_past_recording(self) -> None:
         """Called by transformers when assisted decoding begins, which feeds a prompt whole, whatever the cache holds.
 
-        So what was found is given up and the prompt computed again; it can be committed as ever.
+        So what was found is given up.
         """
         if self.shared_tokens and self.get_seq_length() == self.shared_tokens:
-            self._store.withdraw(self.shared_tokens)
-            self.reset()
+            self.give_up("assisted_decoding")
         super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:

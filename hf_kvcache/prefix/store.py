@@ -143,6 +143,8 @@ class PrefixStore:
         prepared = self._prepare(model, input_ids, attention_mask, namespace)
         cache = next(value for value in prepared.values() if isinstance(value, PrefixSharedCache))
         with cache:
+            if cache_argument(model) == "past_key_values" and _in_chunks(model, options):
+                cache.give_up("chunked_prefill")  # this transformers feeds the chunks of the whole prompt
             output = cast("Any", model).generate(**prepared, **options)
             sequences = output if isinstance(output, Tensor) else output.sequences
             cache.commit(sequences)
@@ -230,12 +232,12 @@ class PrefixStore:
                 self._misses[reason or match.missing] += 1
         return Found(tokens, layers, lease, root)
 
-    def withdraw(self, tokens: int) -> None:
-        """Count a prompt of which `tokens` tokens were found as a miss: assisted decoding computes them again."""
+    def withdraw(self, tokens: int, reason: str) -> None:
+        """Count a prompt of which `tokens` tokens were found as a miss: they are computed again, for this reason."""
         with self._index.lock:
             self._hits -= 1
             self._hit_tokens -= tokens
-            self._misses["assisted_decoding"] += 1
+            self._misses[reason] += 1
 
     def put(self, root: Root, token_ids: Int[Tensor, " tokens"], states: Callable[[slice], list[States]]) -> int:
         """Store the whole blocks of a text that are not stored yet, as far as there is room.
@@ -322,6 +324,11 @@ class PrefixStore:
 def cache_argument(model: PreTrainedModel) -> str:
     """The name under which the model takes a cache: `past_key_values` or, since transformers 5.24, `cache`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _in_chunks(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
+    config = options.get("generation_config") or model.generation_config
+    return (options.get("prefill_chunk_size") or getattr(config, "prefill_chunk_size", None)) is not None
 
 
 @torch.no_grad()

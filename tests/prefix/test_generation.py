@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, VOCABULARY, tiny_model
 from modes import DECODER_ONLY, MODES, NEEDS_CROP, Generation
-from strategies import dynamic_cache
+from strategies import RENAMED, dynamic_cache
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,7 +21,8 @@ LARGEST_FLOOR = 1e-5
 
 SHAREABLE = [name for name, traits in ARCHITECTURES.items() if not traits.encoder_decoder and traits.croppable]
 # What `generate` pads on the left goes through `PrefixStore.prepare`, see test_store.py.
-SINGLE_MODES = [mode for mode in MODES if mode != "padded_batch"]
+# transformers 5.20 feeds the chunks of a whole prompt to a cache that holds its beginning.
+SINGLE_MODES = [mode for mode in MODES if mode != "padded_batch" and (RENAMED or mode != "chunked_prefill")]
 
 
 def prompt(rows: int = 1, tokens: int = modes.PROMPT_TOKENS, seed: int = 0) -> Tensor:
@@ -77,7 +78,7 @@ def test_same_result(architecture: str, mode: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_there_are_modes_of_every_kind() -> None:
-    assert set(SINGLE_MODES) > NEEDS_CROP | DECODER_ONLY
+    assert set(SINGLE_MODES) > (NEEDS_CROP | DECODER_ONLY) - {"chunked_prefill"}
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in SHAREABLE])
