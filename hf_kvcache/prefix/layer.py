@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..attention import attend
 from ..attention.streaming import attend_streaming
-from ..blocks import BlockPool, BlockTable
+from ..blocks import BlockPool, BlockTable, History
 from ..errors import StateError
 from ..exactness import Exactness
 from ..layer import BlockLayer
@@ -34,10 +34,9 @@ class PrefixLayer(BlockLayer):
         """Shared states were computed in the chunks of an earlier request."""
         return Exactness("rounding", "the same sums, added in the order of an earlier request and in pieces")
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Fix heads, widths, dtype and device from a sample of the states."""
-        pool = BlockPool(key_states, value_states, self.block_size)
-        self.restore(PrefixTable([], BlockTable(pool, key_states.shape[0])))
+    def new_table(self, key_states: Tensor, value_states: Tensor) -> History:
+        """An empty history for states like these samples ``[rows, heads, any, width]``."""
+        return PrefixTable([], BlockTable(BlockPool(key_states, value_states, self.block_size), key_states.shape[0]))
 
     def attend(
         self,
@@ -77,6 +76,7 @@ class PrefixLayer(BlockLayer):
             raise StateError(f"a layer that shares prefixes cannot read a {type(table).__name__}")
         return table
 
-    def _storage(self) -> str:
+    def storage(self) -> str:
+        """How its tokens are kept, in words."""
         shared = self.table.shared_tokens if isinstance(self.table, PrefixTable) else 0
-        return f"{shared} tokens read from a store, then {super()._storage()}"
+        return f"{shared} tokens read from a store, then {super().storage()}"

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..attention import materialize
-from ..attention.reading import pieces
+from ..attention import materialize, pieces
 from ..attention.streaming import Piece, exact_source
 from ..blocks import BlockPool, BlockTable, Run, Usage
 from ..errors import StateError
@@ -40,6 +39,11 @@ class PrefixTable:
     def first_token(self) -> int:
         """Always 0: whoever continues this text may branch off anywhere, so nothing is dropped."""
         return 0
+
+    @property
+    def tokens_held(self) -> int:
+        """Tokens of each row that are held: all."""
+        return self.tokens
 
     @property
     def raw_pool(self) -> BlockPool:
