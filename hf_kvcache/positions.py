@@ -70,8 +70,9 @@ class PositionGuard:
         run = (steps == 1).flip(1).long().cumprod(1).sum(1)
         first = new[:, -1] - run
         expected = last.cpu() + 1
-        # The last pad (position 0 or 1) may look like the start of the run.
+        # The last pad (position 0 or 1) may look like the start of the run, and a first token like one more pad.
         fits = (first == expected) | ((first + 1 == expected) & (first <= 1) & (run > 0)) | _is_padding(new)
+        fits |= (expected == 0) & (first == 1)
         if not bool(fits.all()):
             row = int(torch.where(~fits)[0][0])
             raise InputError(
