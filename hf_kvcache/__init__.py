@@ -12,6 +12,7 @@ from .errors import (
     StorageError,
 )
 from .exactness import Exactness
+from .prefix import PrefixSharedCache, PrefixStore
 from .spec import build_cache
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "KVCacheError",
     "Memory",
     "PagedCache",
+    "PrefixSharedCache",
+    "PrefixStore",
     "QuantizedCache",
     "SlidingWindowCache",
     "SpecError",

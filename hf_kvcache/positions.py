@@ -47,7 +47,18 @@ class PositionGuard:
             return
         if self.last is not None and seen and (tokens > 1 or positions.device.type == "cpu"):
             self._compare(positions, seen)
-        self.last = positions[:, -1]
+        self.last = self._after(positions, seen)
+
+    def _after(self, positions: Tensor, seen: int) -> Tensor | None:
+        """The last position of each row; a row of a chunk that is padding alone stays where it was."""
+        padding = _is_padding(positions)
+        if positions.shape[1] == 1 or not bool(padding.any()):
+            return positions[:, -1]
+        if self.last is None:
+            return None if seen else positions[:, -1].masked_fill(padding, -1)
+        if self.last.shape[0] not in (1, positions.shape[0]):
+            return None
+        return torch.where(padding, self.last.to(positions.device), positions[:, -1])
 
     def _compare(self, positions: Tensor, seen: int) -> None:
         last = self.last
@@ -59,8 +70,9 @@ class PositionGuard:
         run = (steps == 1).flip(1).long().cumprod(1).sum(1)
         first = new[:, -1] - run
         expected = last.cpu() + 1
-        # The last pad (position 0 or 1) may look like the start of the run.
-        fits = (first == expected) | ((first + 1 == expected) & (first <= 1) & (run > 0))
+        # The last pad (position 0 or 1) may look like the start of the run, and a first token like one more pad.
+        fits = (first == expected) | ((first + 1 == expected) & (first <= 1) & (run > 0)) | _is_padding(new)
+        fits |= (expected == 0) & (first == 1)
         if not bool(fits.all()):
             row = int(torch.where(~fits)[0][0])
             raise InputError(
@@ -69,3 +81,8 @@ class PositionGuard:
                 "with exactly what is cached: call `cache.align(input_ids)` before `generate`, pass only the new ids "
                 "through `cache.continuation(new_ids)`, or start again with `cache.reset()`"
             )
+
+
+def _is_padding(positions: Tensor) -> Tensor:
+    """Which rows stand still: in a batch that is fed in chunks, a chunk of a short row may be padding alone."""
+    return (positions == positions[:, :1]).all(dim=1) & (positions.shape[1] > 1)

@@ -29,9 +29,11 @@ FREEDOMS = {"quantization": "how blocks are kept", "retention": "which tokens ar
 """What there is to choose: arguments of `KVCache`, in words. A cache without any of these choices keeps blocks as they
 are."""
 
-
 # Options that several terms have and that a cache has once.
 _SHARED = {"block_size", "fused"}
+
+NOT_BY_NAME = {"prefix": "it belongs to a store and a prompt; see `PrefixStore`"}
+"""Caches that take more than a config, and why."""
 
 
 class Term(NamedTuple):
@@ -63,6 +65,8 @@ def build_cache(config: PreTrainedConfig, spec: str) -> KVCache:
 
 def _one_term(config: PreTrainedConfig, spec: str, term: Term) -> KVCache:
     name, options, position = term
+    if name in NOT_BY_NAME:
+        raise _error(spec, position, f"a cache of kind {name!r} cannot be built from a string: {NOT_BY_NAME[name]}")
     if name not in STRATEGIES:
         raise _error(spec, position, f"no cache is called {name!r}{_nearest(name, list(STRATEGIES))}")
     signature = inspect.signature(STRATEGIES[name])

@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedConfig, QuantizedCache, StaticC
 from transformers.cache_utils import Cache
 
 from hf_kvcache.errors import ConfigError, SpecError
-from hf_kvcache.spec import STRATEGIES, build_cache
+from hf_kvcache.spec import NOT_BY_NAME, STRATEGIES, build_cache
 
 Build: TypeAlias = Callable[[PreTrainedConfig], Cache | None]
 """Makes a fresh, empty cache for one sequence; None means the model runs without a cache."""
@@ -54,7 +54,7 @@ def resolve_cache(spec: str, capacity_tokens: int) -> Build:
     if name == "static":
         options = {"max_cache_len": capacity_tokens} | _options(text, rest, StaticCache)
         return _transformers_cache(text, StaticCache, options)
-    if name.partition("+")[0] in STRATEGIES:
+    if name.partition("+")[0] in (*STRATEGIES, *NOT_BY_NAME):
         return lambda config: build_cache(config, text)
     if _IMPORTABLE.fullmatch(text):
         return _imported(text)

@@ -1,0 +1,352 @@
+"""Where prefixes are kept: computed once, read by every request that begins with the same text."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import ConfigError, InputError
+from ..units import parse_bytes
+from .batch import common_beginning, lay_out, real_rows
+from .cache import PrefixSharedCache
+from .extent import Extent, States
+from .identity import ModelWatch, Root, block_tokens, check_namespace, has_window, require_shareable
+from .index import Block, Index, Lease
+from .stats import Stats
+
+
+class Found(NamedTuple):
+    """What a store has of a prompt."""
+
+    tokens: int
+    """Tokens found, a whole number of blocks."""
+    layers: list[list[States]]
+    """Of each layer, their states in pieces; views to be read in place."""
+    lease: Lease
+    """Keeps them from being evicted."""
+    root: Root
+    """Of the model and namespace they belong to."""
+
+
+class PrefixStore:
+    """Keys and values of texts, shared by all requests that begin like one of them.
+
+    The history of a token depends only on the tokens up to it, so requests with equal prefixes may read one copy. A
+    block is found by a SHA-256 chain over model, namespace and all tokens up to its end, and its tokens are compared
+    besides (`hf_kvcache.prefix.identity`). The idea is that of automatic prefix caching in serving engines, inside
+    plain `generate`. Any number of threads may use one store.
+
+    A request that finds its prefix is answered sooner, and whoever can measure that learns what others have asked.
+    Give requests of different users different namespaces where that matters.
+
+    Args:
+        model: The model whose states are kept. It may change: what it computed before is then no longer found.
+        capacity: Bytes of states to keep at most, as a number or as in "2GiB".
+        block_size: Tokens per block. Only whole blocks are shared.
+        namespace: Whose texts these are, where a request does not say so.
+        lifetime_seconds: How long a block is kept after its last use; default: for as long as there is room.
+
+    Raises:
+        ConfigError: The histories of this model cannot be shared; the message says why.
+        InputError: Sizes below 1, or a namespace that is not a string.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_kvcache import PrefixStore
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
+        >>> store = PrefixStore.for_model(model, block_size=16)
+        >>> document = torch.randint(3, 50, (1, 64))
+        >>> for question in ([5, 6, 7], [8, 9]):
+        ...     prompt = torch.cat([document, torch.tensor([question])], dim=1)
+        ...     answer = store.generate(model, input_ids=prompt, max_new_tokens=4)
+        >>> store.stats().hits, store.stats().hit_tokens
+        (1, 64)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int | str = "2GiB",
+        block_size: int = 64,
+        namespace: str | None = None,
+        lifetime_seconds: float | None = None,
+    ) -> None:
+        require_shareable(model.config)
+        check_namespace(namespace)
+        capacity_bytes = parse_bytes(capacity) if isinstance(capacity, str) else capacity
+        if block_size < 1 or capacity_bytes < 1:
+            raise InputError(f"expected at least 1 token a block and 1 byte, got {block_size} and {capacity_bytes}")
+        if lifetime_seconds is not None and lifetime_seconds <= 0:
+            raise InputError(f"a lifetime is a positive number of seconds, got {lifetime_seconds}")
+        self.model = model
+        self.block_size = block_size
+        self.namespace = namespace
+        self._watch = ModelWatch()
+        self._index = Index(block_size, capacity_bytes, lifetime_seconds)
+        self._hits = self._hit_tokens = self._prompt_tokens = 0
+        self._misses: Counter[str] = Counter()
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        capacity: int | str = "2GiB",
+        block_size: int = 64,
+        namespace: str | None = None,
+        lifetime_seconds: float | None = None,
+    ) -> PrefixStore:
+        """An empty store in memory; see the class for the arguments."""
+        return cls(model, capacity, block_size, namespace, lifetime_seconds)
+
+    # ------------------------------------------------------------------------------------------------- generating
+
+    def generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: Int[Tensor, "rows tokens"],
+        attention_mask: Tensor | None = None,
+        namespace: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """``model.generate(input_ids, ...)`` that computes only what is not stored, and stores what it computed.
+
+        Rows of a batch share the beginning that all of them have in common; where it is not stored it is computed once
+        for all of them.
+
+        Args:
+            model: The model, also loaded again or changed: only what this very model computed is found.
+            input_ids: The prompts, padded on either side.
+            attention_mask: 1 where they are not padding. Default: nowhere is.
+            namespace: Whose texts these are; default: that of the store.
+            options: What `model.generate` takes. No other inputs: the store knows a text by its token ids alone.
+
+        Returns:
+            What `model.generate` returns for these inputs.
+
+        Raises:
+            InputError: Further inputs (images, embeddings, positions, a cache), or ids that are none.
+        """
+        for name, option in options.items():
+            if isinstance(option, Tensor) or name in ("cache", "past_key_values"):
+                raise InputError(
+                    f"the store knows a text by its token ids and brings its own cache; leave {name!r} out"
+                )
+        prepared = self._prepare(model, input_ids, attention_mask, namespace)
+        cache = next(value for value in prepared.values() if isinstance(value, PrefixSharedCache))
+        with cache:
+            if cache_argument(model) == "past_key_values" and _in_chunks(model, options):
+                cache.give_up("chunked_prefill")  # this transformers feeds the chunks of the whole prompt
+            output = cast("Any", model).generate(**prepared, **options)
+            sequences = output if isinstance(output, Tensor) else output.sequences
+            cache.commit(sequences)
+        given = input_ids.repeat_interleave(sequences.shape[0] // input_ids.shape[0], dim=0)
+        sequences = torch.cat([given, sequences[:, prepared["input_ids"].shape[1] :]], dim=1)
+        if isinstance(output, Tensor):
+            return sequences
+        output.sequences = sequences
+        return output
+
+    def prepare(self, inputs: Mapping[str, Tensor], namespace: str | None = None) -> dict[str, Any]:
+        """Arguments for `model.generate`, or for the model itself: ids, mask and cache.
+
+        The beginning that all rows have in common comes first in every row, then the padding, then the rest, so that
+        one shared history fits them all. A common beginning that is not stored is computed here, once, if there are
+        several rows. The cache is the caller's to commit and to close.
+
+        Args:
+            inputs: ``input_ids``, ``attention_mask`` and nothing else, as a tokenizer makes them.
+            namespace: Whose texts these are; default: that of the store.
+        """
+        others = sorted(set(inputs) - {"input_ids", "attention_mask"})
+        if others or "input_ids" not in inputs:
+            raise InputError(
+                f"expected input_ids and attention_mask, got {sorted(inputs)}: the store knows a text by its token ids "
+                "alone; leave the others out"
+            )
+        return self._prepare(self.model, inputs["input_ids"], inputs.get("attention_mask"), namespace)
+
+    def _prepare(
+        self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, namespace: str | None
+    ) -> dict[str, Any]:
+        rows, real = real_rows(input_ids, attention_mask)
+        if len(rows) == 1:
+            ids, mask = rows[0][None], torch.ones_like(rows[0])[None]
+            cache = PrefixSharedCache(model.config, self, ids, mask, namespace, model)
+            return {"input_ids": ids, "attention_mask": mask, cache_argument(model): cache}
+        beginning = common_beginning(rows)
+        whole = len(beginning) // self.block_size * self.block_size
+        if has_window(model.config) and any(len(row) != input_ids.shape[1] for row in rows):
+            whole = 0  # see `PrefixSharedCache`
+        pad = 0 if bool(real.all()) else int(input_ids[~real][0])
+        ids, mask = lay_out(rows, whole, input_ids.shape[1], pad)
+        cache = PrefixSharedCache(model.config, self, ids, mask, namespace, model)
+        if cache.shared_tokens < whole:
+            _prefill(model, beginning[None, cache.shared_tokens : whole], cache)
+        return {"input_ids": ids, "attention_mask": mask, cache_argument(model): cache}
+
+    # ------------------------------------------------------------------------------------------------- blocks
+
+    def root(self, model: PreTrainedModel, namespace: str | None) -> Root:
+        """Where the texts of a namespace begin, as the model is now."""
+        check_namespace(namespace)
+        return Root(self._watch.fingerprint(model), self.namespace if namespace is None else namespace)
+
+    def find(
+        self,
+        config: PreTrainedConfig,
+        model: PreTrainedModel,
+        beginning: Int[Tensor, " tokens"],
+        namespace: str | None,
+        prompt_tokens: int,
+        reason: str | None = None,
+    ) -> Found:
+        """Look for the longest stored part of `beginning`, hold it, and count the prompt.
+
+        `reason` says why nothing of it can be found, where that is known beforehand.
+
+        Raises:
+            ConfigError: `config` is not that of `model`.
+        """
+        if config is not model.config and config.to_dict() != model.config.to_dict():
+            raise ConfigError(f"this {type(config).__name__} is not the config of the store's model; pass model.config")
+        root = self.root(model, namespace)
+        with self._index.lock:
+            match = self._index.match(root, block_tokens(beginning, self.block_size))
+            lease = self._index.lease(match.path)
+            layers = _in_pieces(match.path, self.block_size)
+            tokens = len(match.path) * self.block_size
+            self._prompt_tokens += prompt_tokens
+            if match.missing is None:
+                self._hits += 1
+                self._hit_tokens += tokens
+            else:
+                self._misses[reason or match.missing] += 1
+        return Found(tokens, layers, lease, root)
+
+    def withdraw(self, tokens: int, reason: str) -> None:
+        """Count a prompt of which `tokens` tokens were found as a miss: they are computed again, for this reason."""
+        with self._index.lock:
+            self._hits -= 1
+            self._hit_tokens -= tokens
+            self._misses[reason] += 1
+
+    def put(self, root: Root, token_ids: Int[Tensor, " tokens"], states: Callable[[slice], list[States]]) -> int:
+        """Store the whole blocks of a text that are not stored yet, as far as there is room.
+
+        Args:
+            root: Of the text.
+            token_ids: The text from its first token on.
+            states: Gives copies of the states of some of its tokens, of every layer.
+
+        Returns:
+            Tokens stored.
+        """
+        size = self.block_size
+        tokens = block_tokens(token_ids, size)
+        with self._index.lock:
+            match = self._index.match(root, tokens)
+            first, count = len(match.path), len(tokens) - len(match.path)
+            if count <= 0:
+                return 0
+            # One block first, to learn how much memory a block takes.
+            with torch.inference_mode(False):
+                sample = Extent(states(slice(first * size, (first + 1) * size)), 1)
+                count = min(count, self._index.room_for(sample.nbytes, match.path))
+                if count <= 0:
+                    return 0
+                extent = Extent(states(slice(first * size, (first + count) * size)), count) if count > 1 else sample
+            return self._index.insert(match, tokens, extent, root) * size
+
+    def pin(self, token_ids: Int[Tensor, " tokens"], namespace: str | None = None) -> int:
+        """Keep what is stored of a text until it is unpinned. Returns how many tokens that is."""
+        return self._with_path(token_ids, namespace, self._index.pin)
+
+    def unpin(self, token_ids: Int[Tensor, " tokens"], namespace: str | None = None) -> int:
+        """Undo one `pin` of this text. Returns how many of its tokens are stored."""
+        return self._with_path(token_ids, namespace, self._index.unpin)
+
+    def evict(self, token_ids: Int[Tensor, " tokens"], namespace: str | None = None) -> int:
+        """Forget the end of a text, up to where others share it, read it or pinned it. Returns the tokens forgotten."""
+        with self._index.lock:
+            match = self._index.match(self.root(self.model, namespace), block_tokens(token_ids, self.block_size))
+            return self._index.evict(match.path) * self.block_size
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget every text of a namespace (default: of all), pinned ones too.
+
+        Caches go on reading what they hold; its memory is given back with theirs.
+        """
+        check_namespace(namespace)
+        self._index.clear(namespace)
+
+    def _with_path(self, token_ids: Tensor, namespace: str | None, act: Callable[[Sequence[Block]], None]) -> int:
+        with self._index.lock:
+            match = self._index.match(self.root(self.model, namespace), block_tokens(token_ids, self.block_size))
+            act(match.path)
+            return len(match.path) * self.block_size
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    def stats(self) -> Stats:
+        """What has been found and what is stored."""
+        index = self._index
+        with index.lock:
+            return Stats(
+                hits=self._hits,
+                hit_tokens=self._hit_tokens,
+                prompt_tokens=self._prompt_tokens,
+                misses=dict(self._misses),
+                blocks=len(index),
+                pinned_blocks=index.pinned_blocks,
+                blocks_in_use=index.blocks_in_use,
+                evicted_blocks=index.evictions,
+                held_bytes={"memory": index.held_bytes},
+                capacity_bytes={"memory": index.capacity_bytes},
+            )
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({len(self._index)} blocks of {self.block_size} tokens, {self._index.held_bytes} bytes)"
+
+    def check_integrity(self) -> None:
+        """Raise StateError unless what is stored is consistent."""
+        self._index.check_integrity()
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name under which the model takes a cache: `past_key_values` or, since transformers 5.24, `cache`."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _in_chunks(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
+    config = options.get("generation_config") or model.generation_config
+    return (options.get("prefill_chunk_size") or getattr(config, "prefill_chunk_size", None)) is not None
+
+
+@torch.no_grad()
+def _prefill(model: PreTrainedModel, token_ids: Tensor, cache: PrefixSharedCache) -> None:
+    """Compute the states of more tokens; their logits are not asked for."""
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    model(input_ids=token_ids, use_cache=True, **{cache_argument(model): cache}, **few)
+
+
+def _in_pieces(path: Sequence[Block], block_size: int) -> list[list[States]]:
+    """The states of a path, of each layer in as few views as there are extents."""
+    pieces: list[list[States]] = []
+    begin = 0
+    while begin < len(path):
+        extent = path[begin].extent
+        end = begin
+        while end < len(path) and path[end].extent is extent:
+            end += 1
+        pieces.append(extent.span(path[begin].position, path[end - 1].position + 1, block_size))
+        begin = end
+    return [list(of_layer) for of_layer in zip(*pieces, strict=True)]
