@@ -1,7 +1,7 @@
 """Cache strategies for Hugging Face Transformers: one history, kept, shared, moved, encoded or dropped."""
 
 from .cache import KVCache, Memory
-from .caches import EvictingCache, PagedCache, QuantizedCache, SlidingWindowCache
+from .caches import EvictingCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
 from .errors import (
     ConfigError,
     EvaluationError,
@@ -24,6 +24,7 @@ __all__ = [
     "KVCache",
     "KVCacheError",
     "Memory",
+    "OffloadedCache",
     "PagedCache",
     "PrefixSharedCache",
     "PrefixStore",

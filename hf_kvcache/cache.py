@@ -23,6 +23,8 @@ from .exactness import Exactness, loosest
 from .layer import BlockLayer, layer_tensors
 from .positions import PositionGuard
 from .quantized import Quantization
+from .residency import Placement, Residency, Traffic
+from .residency.placement import lower_bytes
 from .retention import Retention
 from .tokens import TokenRecord
 
@@ -42,8 +44,10 @@ class Memory(NamedTuple):
     """Block tables and reference counts."""
     other_bytes: int
     """States of layers that transformers' own classes keep (recurrent, convolution, indexed)."""
+    buffer_bytes: int
+    """Read buffers: copies of what lies in a lower tier. 0 where everything is on its device."""
     device_bytes: dict[str, int]
-    """Tensor bytes by device."""
+    """Bytes by device, tables aside; what lies in lower tiers as "host" and "disk"."""
     tokens_seen: int
     """Length of the history."""
     tokens_held: int
@@ -52,7 +56,8 @@ class Memory(NamedTuple):
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.payload_bytes + self.scale_bytes + self.unused_bytes + self.table_bytes + self.other_bytes
+        kinds = (self.payload_bytes, self.scale_bytes, self.unused_bytes, self.table_bytes)
+        return sum(kinds) + self.other_bytes + self.buffer_bytes
 
 
 class KVCache(DynamicCache):
@@ -69,6 +74,7 @@ class KVCache(DynamicCache):
             transformers' dynamic cache, and its copy of the history for every token.
         quantization: How full-attention layers encode what has left their recent window; None keeps it as it is.
         retention: Which tokens full-attention layers drop; None keeps all.
+        residency: How much stays on the device and where the rest goes; None keeps everything there.
 
     Raises:
         ConfigError: A block size below 1, a layer type that transformers does not know either, or choices that do not
@@ -94,6 +100,7 @@ class KVCache(DynamicCache):
         fused: bool = True,
         quantization: Quantization | None = None,
         retention: Retention | None = None,
+        residency: Residency | None = None,
     ) -> None:
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         Cache.__init__(self, layers=_build_layers(config, block_size, fused, quantization, retention))
@@ -101,6 +108,8 @@ class KVCache(DynamicCache):
         self.fused = fused
         self.quantization = quantization
         self.retention = retention
+        self.residency = residency
+        self._placement = None if residency is None else Placement(residency)
         self.block_layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
         """The layers whose history is in blocks."""
         self._positions = PositionGuard()
@@ -118,6 +127,8 @@ class KVCache(DynamicCache):
         Raises:
             InputError: The states do not fit the history, or their positions do not continue it (where transformers
                 passes positions); nothing is stored.
+            ConfigError: Not even one block is within the budget of the device; nothing is stored.
+            StorageError: A lower tier cannot take what has become full. This layer has its tokens, later ones do not.
             StateError: An earlier forward pass stopped half way through the layers.
         """
         if layer_idx >= len(self.layers):
@@ -130,10 +141,15 @@ class KVCache(DynamicCache):
             return states
         if layer is self.block_layers[0]:
             self._begin_forward(key_states, kwargs)
+        if self._placement is not None and layer.get_seq_length() == 0:
+            self._placement.admit(layer, (key_states, value_states))
         try:
-            return layer.update(key_states, value_states, *args, **kwargs)
+            attended = layer.update(key_states, value_states, *args, **kwargs)
         except InputError as error:
             raise InputError(f"layer {layer_idx}: {error}") from None
+        if self._placement is not None:
+            self._placement.settle(self.layers, layer_idx)
+        return attended
 
     def _begin_forward(self, key_states: Tensor, kwargs: dict[str, Any]) -> None:
         seen, last_seen = self.block_layers[0].get_seq_length(), self.block_layers[-1].get_seq_length()
@@ -145,7 +161,7 @@ class KVCache(DynamicCache):
         if seen != last_seen:
             raise StateError(
                 f"an earlier forward pass stopped half way: the first layer holds {seen} tokens, the last {last_seen}. "
-                "Start again with `cache.reset()`"
+                "Take it back with `cache.recover()`, or start again with `cache.reset()`"
             )
         positions = (kwargs.get("kwargs") or {}).get("position_ids")
         self._positions.check(positions, key_states.shape[2], seen)
@@ -163,9 +179,51 @@ class KVCache(DynamicCache):
         self._positions.crop(-tokens_to_remove)
         self._tokens.truncate(self.get_seq_length())
 
+    def recover(self) -> int:
+        """Take back a forward pass that stopped half way, for example because memory ran out.
+
+        Every layer is cut to the tokens that all layers hold: those before that pass, and perhaps some of its first.
+
+        Returns:
+            Tokens held.
+
+        Raises:
+            StateError: A layer cannot be taken back: a window has left the tokens behind, or it is recurrent.
+        """
+        self._require_croppable()
+        held = min((layer.get_seq_length() for layer in self.block_layers), default=0)
+        for layer in self.block_layers:
+            layer.check_crop(held - layer.get_seq_length())
+        for layer in self.block_layers:
+            layer.crop(held - layer.get_seq_length())
+        self._positions.reset()  # they may be those of the pass that was taken back
+        self._tokens.truncate(held)
+        return held
+
+    def keep_within(self, device_budget: str | int, residency: str) -> None:
+        """Keep this history within a budget from now on; what is beyond goes to a lower tier at once.
+
+        Args:
+            device_budget: See `OffloadedCache`.
+            residency: See `OffloadedCache`.
+
+        Raises:
+            ConfigError: Neither a size nor a place.
+            StateError: It is kept within a budget already.
+            StorageError: The tier cannot take it. What went down is there, the rest stays.
+        """
+        if self._placement is not None:
+            raise StateError(f"this history is kept within {self.residency} already")
+        self.residency = Residency(device_budget, residency)
+        self._placement = Placement(self.residency)
+        for index in range(len(self.layers)):
+            self._placement.settle(self.layers, index)
+
     def reset(self) -> None:
         """Forget the history and give its memory back. The cache can be used again, for any batch."""
         super().reset()  # type: ignore[no-untyped-call]
+        if self._placement is not None:
+            self._placement.reset()
         self._positions.reset()
         self._tokens.reset()
 
@@ -321,8 +379,14 @@ class KVCache(DynamicCache):
             of_layer = history.usage()
             usage = Usage(*(total + part for total, part in zip(usage, of_layer, strict=True)))
             held = max(held, history.tokens_held)
+            below = lower_bytes(block_layer)
             device = str(block_layer.device)
-            devices[device] = devices.get(device, 0) + sum(of_layer) - of_layer.table_bytes
+            devices[device] = devices.get(device, 0) + sum(of_layer) - of_layer.table_bytes - sum(below.values())
+            for place, size in below.items():
+                devices[place] = devices.get(place, 0) + size
+        buffers = {} if self._placement is None else self._placement.buffer_bytes
+        for owner, size in buffers.items():
+            devices[str(owner)] = devices.get(str(owner), 0) + size
         for layer in self.layers:
             if isinstance(layer, BlockLayer):
                 continue
@@ -331,7 +395,12 @@ class KVCache(DynamicCache):
                 other += size
                 devices[str(tensor.device)] = devices.get(str(tensor.device), 0) + size
         blocks_seen = max((layer.get_seq_length() for layer in self.block_layers), default=0)
-        return Memory(*usage, other, devices, blocks_seen, held)
+        return Memory(*usage, other, sum(buffers.values()), devices, blocks_seen, held)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that went to lower tiers and came from there, since the cache was made."""
+        return Traffic(0, 0) if self._placement is None else self._placement.traffic
 
     def describe(self) -> str:
         """One readable line per group of equal layers."""
@@ -407,4 +476,7 @@ def _build_layers(
 
 
 def _describe_layer(layer: object) -> str:
-    return layer.describe() if isinstance(layer, BlockLayer) else f"{type(layer).__name__}, kept by transformers"
+    if not isinstance(layer, BlockLayer):
+        return f"{type(layer).__name__}, kept by transformers"
+    below = (f", {size / 2**20:.2f} MiB of it on {place}" for place, size in lower_bytes(layer).items())
+    return layer.describe() + "".join(below)

@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from .cache import KVCache
 from .quantized import Quantization
+from .residency import Residency
 from .retention import Eviction, Window
 from .retention.budget import Amount
 
@@ -34,6 +35,51 @@ class PagedCache(KVCache):
 
     def __init__(self, config: PreTrainedConfig, block_size: int = 64, fused: bool = True) -> None:
         super().__init__(config, block_size=block_size, fused=fused)
+
+
+class OffloadedCache(KVCache):
+    """The whole history, exact, larger than the memory of the device: what is beyond a budget lies below.
+
+    Whole layers go down, spread evenly over the model; each of their full blocks is written once, and never again, and
+    comes back for every token while the model works on the layers before it. Attention is that of `PagedCache` on the
+    same layout, and gives the same bits. As long as everything fits in the budget it is a `PagedCache`.
+
+    On the device are then at most the budget, two layers' read buffers, and the incomplete blocks of all rows, which
+    count but cannot go down. A layer that went down stays there until the cache is reset.
+
+    Args:
+        config: The model's config.
+        device_budget: Bytes for the history on each device, as in "512MiB" or as a number.
+        residency: Where the rest goes. "host": the memory beside an accelerator; layers that run on the CPU are there
+            already, so that for them it does nothing, and says so once. "disk:FOLDER": files without a name there,
+            which are gone with the process, however it ends. Or a chain with the most that each may hold:
+            "host:4GiB+disk:FOLDER:100GiB".
+        block_size: Tokens per block.
+
+    Raises:
+        ConfigError: Neither a size nor a place.
+        StorageError: The folder does not exist, or cannot be written.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_kvcache import OffloadedCache
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
+        >>> cache = OffloadedCache(model.config, device_budget="100KiB", residency=f"disk:{tempfile.gettempdir()}")
+        >>> text = model.generate(torch.randint(3, 50, (1, 300)), past_key_values=cache, max_new_tokens=5)
+        >>> cache.memory().device_bytes["disk"] > 0
+        True
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        device_budget: str | int = "512MiB",
+        residency: str = "host",
+        block_size: int = 64,
+    ) -> None:
+        super().__init__(config, block_size=block_size, residency=Residency(device_budget, residency))
 
 
 class QuantizedCache(KVCache):

@@ -260,7 +260,7 @@ class BlockLayer(CacheLayerMixin):
     def restore(self, table: History) -> None:
         """Take over a history that was stored."""
         self.table = table
-        self.dtype, self.device = table.raw_pool.keys.dtype, table.raw_pool.keys.device
+        self.dtype, self.device = table.raw_pool.samples[0].dtype, table.raw_pool.device
         self.is_initialized = True
         self.version += 1
 
@@ -343,8 +343,8 @@ class BlockLayer(CacheLayerMixin):
             )
         if self.table is None:
             return
-        pool = self.table.raw_pool
-        for name, states, arena in (("keys", keys, pool.keys), ("values", values, pool.values)):
+        samples = self.table.raw_pool.samples
+        for name, states, arena in zip(("keys", "values"), (keys, values), samples, strict=True):
             if (
                 states.shape[1] != arena.shape[0]
                 or states.shape[3] != arena.shape[2]

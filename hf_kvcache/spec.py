@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from transformers import PreTrainedConfig
 
 from .cache import KVCache
-from .caches import EvictingCache, PagedCache, QuantizedCache, SlidingWindowCache
+from .caches import EvictingCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
 from .errors import SpecError
+
+# The "+disk:" of a residency such as host:4GiB+disk:FOLDER is not the beginning of a term.
+_TERMS = re.compile(r"\+(?!disk:)")
 
 STRATEGIES: dict[str, type[Any]] = {
     "paged": PagedCache,
+    "offloaded": OffloadedCache,
     "quantized": QuantizedCache,
     "window": SlidingWindowCache,
     "evicting": EvictingCache,
 }
 """Every cache a specification can name."""
 
-FREEDOMS = {"quantization": "how blocks are kept", "retention": "which tokens are kept"}
+FREEDOMS = {
+    "quantization": "how blocks are kept",
+    "retention": "which tokens are kept",
+    "residency": "where blocks lie",
+}
 """What there is to choose: arguments of `KVCache`, in words. A cache without any of these choices keeps blocks as they
 are."""
 
@@ -123,7 +132,7 @@ def parse_spec(spec: str) -> list[Term]:
         SpecError: It does not parse; the message shows where.
     """
     terms, position = [], 0
-    for text in spec.split("+"):
+    for text in _TERMS.split(spec):
         name, colon, rest = text.partition(":")
         if not name.strip().isidentifier():
             raise _error(spec, position, "expected the name of a cache here")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from hf_kvcache import EvictingCache, KVCache, PagedCache, QuantizedCache, SlidingWindowCache
+from hf_kvcache import EvictingCache, KVCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
 
 # transformers renamed the argument between 5.20 and 5.24.
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -17,6 +18,10 @@ CACHE_ARGUMENT = "cache" if RENAMED else "past_key_values"
 
 # The same releases tell a cache the positions of what it stores. Without them text at the wrong place goes unseen.
 needs_positions = pytest.mark.skipif(not RENAMED, reason="this transformers does not tell caches the positions")
+
+
+# A folder whose name a specification can hold; the files in it have no names.
+SCRATCH = tempfile.gettempdir()
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,12 @@ STRATEGIES = [
         "evicting-all-kept",
         "evicting:policy=keydiff,budget=1.0,sinks=2,recent=3,block_size=4",
         lambda config: EvictingCache(config, policy="keydiff", budget=1.0, sinks=2, recent=3, block_size=4),
+        "rounding",
+    ),
+    Strategy(
+        "offloaded-4",
+        f"offloaded:device_budget=2KiB,residency=disk:{SCRATCH},block_size=4",
+        lambda config: OffloadedCache(config, device_budget="2KiB", residency=f"disk:{SCRATCH}", block_size=4),
         "rounding",
     ),
 ]

@@ -47,7 +47,7 @@ def check_cache(cache: KVCache, strategy: Strategy, generation: Generation) -> N
     cache.check_integrity()
     memory = cache.memory()
     assert memory.tokens_seen == generation.tokens_seen
-    kinds = ("payload", "scale", "unused", "table", "other")
+    kinds = ("payload", "scale", "unused", "table", "other", "buffer")
     parts = [getattr(memory, f"{kind}_bytes") for kind in kinds]
     assert memory.total_bytes == sum(parts)
     assert all(part >= 0 for part in parts)

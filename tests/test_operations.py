@@ -97,7 +97,7 @@ class CacheOperations(RuleBasedStateMachine):
     def begin(
         self, rows: int, block_size: int, window: int, fused: bool, dtype: torch.dtype, recording: bool, seed: int
     ) -> None:
-        self.cache: KVCache = PagedCache(config(window), block_size=block_size, fused=fused)
+        self.cache = self.build(config(window), block_size, fused)
         self.rows, self.dtype, self.block_size = rows, dtype, block_size
         self.generator = torch.Generator().manual_seed(seed)
         self.windows = [window if kind == "sliding_attention" else None for kind in LAYER_TYPES]
@@ -105,6 +105,9 @@ class CacheOperations(RuleBasedStateMachine):
         self.forget()
         if recording:
             self.cache.activate_past_recording()
+
+    def build(self, config: Qwen3Config, block_size: int, fused: bool) -> KVCache:
+        return PagedCache(config, block_size=block_size, fused=fused)
 
     def forget(self) -> None:
         keys = torch.empty(self.rows, 2, 0, 4, dtype=self.dtype)

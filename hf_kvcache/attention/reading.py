@@ -55,7 +55,7 @@ def attend(
             that may look nowhere gets zeros.
         scale: Factor on the scores.
     """
-    tokens, heads = table.tokens - first_token, table.pool.keys.shape[0]
+    tokens, heads = table.tokens - first_token, table.pool.samples[0].shape[0]
     rows, query_heads, queries, _ = query.shape
     stride = table.uniform_stride()
     if stride is not None and (queries > 1 or tokens < _STOCK_BELOW_TOKENS[query.element_size()]):
@@ -196,7 +196,8 @@ def _batch_view(table: BlockTable, first_token: int, stride: tuple[int, int]) ->
     for arena in (table.pool.keys, table.pool.values):
         heads, slots, width = arena.shape
         strides = (stride[1] * size * width, slots * width, width, 1)
-        views.append(arena.as_strided((table.rows, heads, tokens, width), strides, start * width))
+        begin = arena.storage_offset() + start * width  # an arena may be part of a larger buffer
+        views.append(arena.as_strided((table.rows, heads, tokens, width), strides, begin))
     return views[0], views[1]
 
 

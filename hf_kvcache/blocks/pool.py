@@ -44,9 +44,7 @@ class BlockPool(ArenaPool):
         values: Float[Tensor, "value_heads tokens value_width"],
     ) -> None:
         """Copy states into the arena from slot `token` (= block * block_size + offset) on."""
-        end = token + keys.shape[1]
-        self.keys[:, token:end] = keys
-        self.values[:, token:end] = values
+        self.store.write(token, (keys, values))
 
     def write_rows(
         self,
@@ -54,9 +52,11 @@ class BlockPool(ArenaPool):
         keys: Float[Tensor, "rows key_heads 1 key_width"],
         values: Float[Tensor, "rows value_heads 1 value_width"],
     ) -> None:
-        """Copy one token of each row into the arena, row i at slot ``tokens[i]``, in one call for all rows."""
-        self.keys.index_copy_(1, tokens, keys[:, :, 0].transpose(0, 1))
-        self.values.index_copy_(1, tokens, values[:, :, 0].transpose(0, 1))
+        """Copy one token of each row into the arena, row i at slot ``tokens[i]``, in one call for all rows.
+
+        Slots are counted from each block's `Arenas.open_slot`.
+        """
+        self.store.write_rows(tokens, (keys[:, :, 0].transpose(0, 1), values[:, :, 0].transpose(0, 1)))
 
     def gather(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of `blocks` (``[rows, columns]`` numbers), each ``[rows, heads, columns * block_size, width]``."""

@@ -30,7 +30,7 @@ class BlockTable(ColumnTable):
         pool, open_tokens = self.pool, self.tokens % self.pool.block_size
         unfilled = self.rows * (pool.block_size - open_tokens) if open_tokens else 0
         payload = (pool.used_blocks * pool.block_size - unfilled) * pool.token_bytes
-        return Usage(payload, 0, pool.capacity_blocks * pool.block_bytes - payload, self.table_bytes)
+        return Usage(payload, 0, pool.store.room_bytes - payload, self.table_bytes)
 
     def append(
         self,
@@ -77,7 +77,7 @@ class BlockTable(ColumnTable):
         """Where each row's open block begins in the arena, ``[rows]``."""
         version, slots = self._open
         if slots is None or version != self.version:
-            starts = [row[-1] * self.pool.block_size for row in self.private]
+            starts = [self.pool.store.open_slot(row[-1]) for row in self.private]
             slots = torch.tensor(starts, device=self.pool.device)
             self._open = (self.version, slots)
         return slots

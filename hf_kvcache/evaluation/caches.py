@@ -3,7 +3,7 @@
 | text | cache |
 |---|---|
 | `none` | no cache at all: every token is recomputed (`use_cache=False`) |
-| `dynamic`, `static`, `offloaded` | transformers' own |
+| `dynamic`, `static`, `offloaded` | transformers' own; `offloaded:` with options is ours |
 | `quantized:backend=quanto,nbits=4` | transformers' own; `backend=` is what tells it from ours |
 | `module:function` | whatever `function(config)` returns |
 | the name of one of ours, with options | `hf_kvcache.build_cache(config, text)` |
@@ -48,7 +48,7 @@ def resolve_cache(spec: str, capacity_tokens: int) -> Build:
     if name == "none":
         _options(text, rest, None)
         return lambda _: None
-    if name in ("dynamic", "offloaded"):
+    if name == "dynamic" or text == "offloaded":
         _options(text, rest, None)
         return _transformers_cache(text, DynamicCache, {"offloading": True} if name == "offloaded" else {})
     if name == "static":

@@ -108,6 +108,10 @@ def _build(build: Callable[[PreTrainedConfig], Cache | None], config: PreTrained
     cache = build(config)
     if cache is None:
         raise ConfigError(f"{spec!r} is no cache: it holds nothing to plan")
+    if isinstance(cache, KVCache) and cache.residency is not None:
+        raise ConfigError(
+            f"{spec!r} holds on the device what its budget says, and two layers' buffers; plan 'paged' for all bytes"
+        )
     return cache
 
 

@@ -44,9 +44,7 @@ class EncodedPool(ArenaPool):
 
     def fill(self, blocks: Sequence[int], parts: Sequence[Tensor]) -> None:
         """Write encoded blocks, part by part ``[heads, blocks, slots, part width]``, keys before values."""
-        index = torch.tensor(blocks, device=self.device)
-        for arena, slots, part in zip(self.arenas, self.slots, parts, strict=True):
-            arena.unflatten(1, (-1, slots)).index_copy_(1, index, part.to(arena.dtype))
+        self.store.fill(blocks, parts)
 
     def run(self, first: int, blocks: int) -> tuple[list[Tensor], list[Tensor]]:
         """The parts of consecutive blocks, keys and values, as views; valid until blocks move."""

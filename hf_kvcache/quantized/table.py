@@ -123,7 +123,7 @@ class QuantizedTable:
         scales = used * pool.scale_bytes + sum(_bytes(fit) for pair in self.fits for fit in pair)
         scales += self.queries.nbytes
         codes = used * (pool.block_bytes - pool.scale_bytes)
-        of_encoded = Usage(codes, scales, pool.free_blocks * pool.block_bytes, encoded.table_bytes)
+        of_encoded = Usage(codes, scales, pool.store.room_bytes - used * pool.block_bytes, encoded.table_bytes)
         parts = (self.sinks.usage(), of_encoded, self.raw.usage())
         return Usage(*(sum(kind) for kind in zip(*parts, strict=True)))
 
