@@ -36,6 +36,11 @@ class Strategy:
     def __str__(self) -> str:
         return self.name
 
+    def claim(self, cache: KVCache) -> str:
+        """The exactness that `cache` must declare: a model without full attention has nothing to approximate."""
+        full_attention = any(layer.window is None for layer in cache.block_layers)
+        return self.exactness if full_attention or self.exactness == "bitwise" else "rounding"
+
 
 STRATEGIES = [
     Strategy("paged-4", "paged:block_size=4", lambda config: PagedCache(config, block_size=4), "rounding"),

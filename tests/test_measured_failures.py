@@ -489,4 +489,4 @@ def test_specification_builds_the_same(strategy: Strategy, mode: str) -> None:
     generation = MODES[mode](model, cache)
     expected = MODES[mode](model, strategy.build(decoder_config(model)))
     assert torch.equal(generation.logits, expected.logits)
-    assert cache.exactness.kind == strategy.exactness
+    assert cache.exactness.kind == strategy.claim(cache)
