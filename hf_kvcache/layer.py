@@ -33,6 +33,8 @@ class BlockLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = True
+    watches_first_chunk = False
+    """Whether the layer wants to see the queries of a first chunk, which attend to the states themselves."""
 
     def __init__(self, block_size: int = 64, window: int | None = None, fused: bool = True) -> None:
         if block_size < 1:
@@ -323,8 +325,18 @@ class BlockLayer(CacheLayerMixin):
         table.append(key_states[:, :, skipped * self.block_size :], value_states[:, :, skipped * self.block_size :])
 
     def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What the queries of a first chunk attend to: the states themselves."""
-        return (key_states, value_states) if self.fused else (key_states.contiguous(), value_states.contiguous())
+        """What the queries of a first chunk attend to: the states themselves, or handles on them."""
+        if self.fused and not self.watches_first_chunk:
+            return key_states, value_states
+        keys, values = key_states.contiguous(), value_states.contiguous()
+        if not self.watches_first_chunk:
+            return keys, values
+        if keys.is_meta:  # only bytes are asked for, and no query is going to come
+            self.observe(keys, None, 1.0)
+        return (
+            Handle(self, 0, 0, 1, keys.shape, keys, keys),
+            Handle(self, 1, 0, 1, values.shape, values, values),
+        )
 
     def _select(self, rows: list[int]) -> None:
         table = self._table()

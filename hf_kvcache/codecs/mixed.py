@@ -96,13 +96,14 @@ class MixedKeys(Codec):
         turned, *of_means = prepared
         *planes, scales, means = parts
         levels = self._levels(planes, turned.shape[-1], turned.dtype)
-        total = None
-        for query, held in zip(turned.chunk(len(levels), -1), levels, strict=True):
-            products = matmul.scores(query, held).to(fit["mean"].dtype, memory_format=torch.contiguous_format)
-            total = products if total is None else total.add_(products)
-        if total is None:
-            raise ValueError("keys of no symbols have no scores")
-        total.mul_(token_scales(scales, total.dtype).transpose(1, 2))
+        precise = fit["mean"].dtype
+        total, *others = (
+            matmul.scores(query, held).to(precise, memory_format=torch.contiguous_format)
+            for query, held in zip(turned.chunk(len(levels), -1), levels, strict=True)
+        )
+        for products in others:
+            total.add_(products)
+        total.mul_(token_scales(scales, precise).transpose(1, 2))
         return add_mean_scores(total, of_means, means)
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:

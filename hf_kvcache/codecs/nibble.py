@@ -3,7 +3,7 @@
 A Hadamard rotation makes the channels of a token look normal (QuaRot, arXiv 2404.00456); they are rounded to the
 uniform grid of 16 points that is best for the normal distribution (Max, IRE Transactions on Information Theory 6,
 1960), under one 8-bit scale per token. Its squared error is a fifth above that of Lloyd-Max levels, which hardly shows
-in values, and where those are looked up one by one, shifts and masks take many codes at a time: a third of the time.
+in values, and where those are looked up one by one, shifts and masks take many codes at a time: half the time.
 
 The two halves of a token's coordinates lie in the low and the high halves of its bytes. The grid's offset and step,
 the rotation and the scales are applied to the sums and the weights.

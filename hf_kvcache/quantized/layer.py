@@ -12,7 +12,6 @@ from ..attention.streaming import attend_streaming
 from ..codecs import Codec
 from ..errors import ConfigError, InputError, StateError
 from ..exactness import Exactness
-from ..handle import Handle
 from ..layer import BlockLayer
 from .protection import Protection
 from .table import QuantizedTable
@@ -31,6 +30,8 @@ class QuantizedLayer(BlockLayer):
         recent: Tokens at the end that stay exact, at least.
         protection: What guards keys that would be off by too much; None takes the codec as it is.
     """
+
+    watches_first_chunk = True
 
     def __init__(
         self,
@@ -114,16 +115,6 @@ class QuantizedLayer(BlockLayer):
         if not isinstance(table, QuantizedTable):
             raise StateError(f"a quantized layer cannot read a {type(table).__name__}")
         return table
-
-    def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Handles on the states themselves: their queries are seen on the way."""
-        keys, values = key_states.contiguous(), value_states.contiguous()
-        if keys.is_meta:  # only bytes are asked for, and no query is going to come
-            self.observe(keys, None, 1.0)
-        return (
-            Handle(self, 0, 0, 1, keys.shape, keys, keys),
-            Handle(self, 1, 0, 1, values.shape, values, values),
-        )
 
     def storage(self) -> str:
         """How its tokens are kept, in words."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..attention import attend, materialize
 from ..errors import ConfigError, StateError
 from ..exactness import Exactness
-from ..handle import Handle
 from ..layer import BlockLayer
+from .band import visible
 from .budget import Budget
 from .evicted_table import EvictedTable
 from .policy import Policy
@@ -32,6 +32,8 @@ class EvictingLayer(BlockLayer):
         sinks: Tokens at the beginning that always stay.
         recent: Tokens at the end that always stay.
     """
+
+    watches_first_chunk = True
 
     def __init__(
         self, policy: Policy, budget: Budget, layers: int = 1, block_size: int = 64, sinks: int = 4, recent: int = 64
@@ -64,8 +66,8 @@ class EvictingLayer(BlockLayer):
                 f"block of {self.block_size} are always held, {least} together. Raise it, or lower one of these"
             )
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Fix heads, widths, dtype and device from a sample of the states.
+    def new_table(self, key_states: Tensor, value_states: Tensor) -> EvictedTable:
+        """An empty history for states like these samples ``[rows, heads, any, width]``.
 
         Raises:
             ConfigError: A budget in bytes is too small for as many rows.
@@ -81,9 +83,7 @@ class EvictingLayer(BlockLayer):
 
         if self.budget.total_bytes is not None:
             self._check_budget(limit(0))
-        self.restore(
-            EvictedTable(key_states, value_states, self.policy, limit, self.block_size, self.sinks, self.recent)
-        )
+        return EvictedTable(key_states, value_states, self.policy, limit, self.block_size, self.sinks, self.recent)
 
     def update(
         self,
@@ -124,7 +124,7 @@ class EvictingLayer(BlockLayer):
         if self._new_tokens == 1 and query.shape[2] > 1:
             # transformers may pack the query heads that share a key head, as if they were queries of several tokens.
             query = query.flatten(1, 2)[:, :, None]
-        table.observe(query, _visible(mask), scale, forget=not self.record_past)
+        table.observe(query, _seen_by_last(mask), scale, forget=not self.record_past)
         if table.tokens == self._new_tokens and not self.record_past:
             table.drop_before(0)
 
@@ -180,16 +180,6 @@ class EvictingLayer(BlockLayer):
             raise StateError(f"an evicting layer cannot read a {type(table).__name__}")
         return table
 
-    def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Handles on the states themselves: their queries are seen on the way."""
-        keys, values = key_states.contiguous(), value_states.contiguous()
-        if keys.is_meta:  # only bytes are asked for, and no query is going to come
-            self.observe(keys, None, 1.0)
-        return (
-            Handle(self, 0, 0, 1, keys.shape, keys, keys),
-            Handle(self, 1, 0, 1, values.shape, values, values),
-        )
-
     def storage(self) -> str:
         """See `BlockLayer.storage`."""
         budget = self.budget.amount
@@ -197,10 +187,8 @@ class EvictingLayer(BlockLayer):
         return f"evicted by {self.policy.name} to a budget of {budget}, {kept}, blocks of {self.block_size} tokens"
 
 
-def _visible(mask: Tensor | None) -> Tensor | None:
+def _seen_by_last(mask: Tensor | None) -> Tensor | None:
     """Which tokens the last query may look at, ``[rows or 1, seen]``, a copy; None without a mask."""
     if mask is None or mask.shape[-1] == 1:
         return None
-    row = mask.view(*([1] * (4 - mask.ndim)), *mask.shape)[:, 0, -1]
-    # A number this low hides a token: masks in float hold zeros, biases, and the lowest number there is.
-    return row.clone() if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+    return visible(mask.view(*([1] * (4 - mask.ndim)), *mask.shape)[:, 0, -1]).clone()

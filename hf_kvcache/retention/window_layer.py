@@ -13,7 +13,6 @@ from ..attention.streaming import Piece, Source, attend_streaming, exact_source
 from ..blocks import BlockTable, History
 from ..errors import ConfigError, InputError, StateError
 from ..exactness import Exactness
-from ..handle import Handle
 from ..layer import BlockLayer
 from .band import Range, band, both, select_columns, visible
 from .rotation import Rotation, Turned
@@ -39,6 +38,8 @@ class WindowLayer(BlockLayer):
         rotation: How keys turn with their position, to see the sinks right in front of the window wherever that is;
             None to see them at the beginning.
     """
+
+    watches_first_chunk = True
 
     def __init__(self, history: BlockLayer, window: int, sinks: int, rotation: Rotation | None = None) -> None:
         if not history.fused:
@@ -279,16 +280,6 @@ class WindowLayer(BlockLayer):
             super()._store_first(key_states, value_states)
         else:
             self._sink_table().append(key_states, value_states)
-
-    def _read_first(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Handles on the states themselves: their mask is seen on the way."""
-        keys, values = key_states.contiguous(), value_states.contiguous()
-        if keys.is_meta:
-            self.observe(keys, None, 1.0)
-        return (
-            Handle(self, 0, 0, 1, keys.shape, keys, keys),
-            Handle(self, 1, 0, 1, values.shape, values, values),
-        )
 
     def _attention(self) -> str:
         where = "" if self.rotation is None else " that move along"
