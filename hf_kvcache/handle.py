@@ -172,16 +172,32 @@ def _attend(
     if not _same_history(key, value):
         return None
     scale = scale or 1 / math.sqrt(query.shape[-1])
-    key.layer.observe(query, attn_mask, scale)
     heads = key.shape[1]
+    shape = query.shape
+    if _is_packed(query, heads, attn_mask, is_causal):
+        query = query.flatten(1, 2)[:, :, None]
+        enable_gqa = True
+    key.layer.observe(query, attn_mask, scale)
     fits = query.ndim == 4 and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
     if dropout_p > 0.0 or not fits or (query.shape[1] != heads and not (enable_gqa and query.shape[1] % heads == 0)):
         return None
     if key.given is not None and value.given is not None:
-        return key.layer.attend_given(query, (key.given, value.given), attn_mask, scale)
-    if is_causal or query.requires_grad:
+        output = key.layer.attend_given(query, (key.given, value.given), attn_mask, scale)
+    elif is_causal or query.requires_grad:
         return None
-    return key.layer.attend(query, attn_mask, scale, key.first_token)
+    else:
+        output = key.layer.attend(query, attn_mask, scale, key.first_token)
+    return output if output is None else output.reshape(*shape[:3], -1)
+
+
+def _is_packed(query: Tensor, heads: int, mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether these are the query heads of one token by key head, ``[rows, key_heads, groups, width]``.
+
+    transformers lays them out like this for kernels that take no groups, under the mask of that one token.
+    """
+    if query.ndim != 4 or query.shape[1] != heads or query.shape[2] == 1:
+        return False
+    return not is_causal if mask is None else mask.ndim == 4 and mask.shape[2] == 1
 
 
 def _same_history(key: Handle, value: Handle) -> bool:

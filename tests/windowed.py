@@ -41,11 +41,13 @@ def windowed_attention(
     kinds = getattr(module.config, "layer_types", None)
     full = kinds is None or kinds[module.layer_idx] == "full_attention"
     mask = attention_mask
-    causal = getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
+    # Layers that read another one's keys are asked for the last tokens only, where only their logits are wanted.
+    shared = getattr(module, "is_kv_shared_layer", False)
+    causal = getattr(module, "is_causal", True) and (shared or query.shape[2] == key.shape[2])
     if causal and full:
-        mask = allowed(attention_mask, key.shape[2])
+        mask = allowed(attention_mask, key.shape[2])[:, :, -query.shape[2] :]
     elif causal and mask is None:
-        mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+        mask = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None, -query.shape[2] :]
     if position_bias is not None:
         mask = position_bias if mask is None else position_bias.masked_fill(~mask, -torch.inf)
     output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)

@@ -19,8 +19,8 @@ from . import matmul
 from .streaming import Piece, exact_source
 
 # Up to here torch's kernel on a view of the arena beats two products and a softmax, by bytes per element (measured,
-# two CPU cores). With several queries it always does, as long as the history is one view. In float64, the dtype of
-# proofs, a single token always takes the products, so that a proof covers them at any length.
+# two CPU cores). With several queries or a mask it always does, as long as the history is one view. In float64, the
+# dtype of proofs, a single token always takes the products, so that a proof covers them at any length.
 _STOCK_BELOW_TOKENS = {2: 512, 4: 2048, 8: 0}
 
 # Above this many queries the scores would need much memory: better copy a scattered history for the stock kernel.
@@ -58,7 +58,8 @@ def attend(
     tokens, heads = table.tokens - first_token, table.pool.samples[0].shape[0]
     rows, query_heads, queries, _ = query.shape
     stride = table.uniform_stride()
-    if stride is not None and (queries > 1 or tokens < _STOCK_BELOW_TOKENS[query.element_size()]):
+    masked = mask is not None and query.element_size() < 8
+    if stride is not None and (queries > 1 or masked or tokens < _STOCK_BELOW_TOKENS[query.element_size()]):
         return attend_states(query, *_batch_view(table, first_token, stride), mask, scale)
     if queries > _STOCK_ABOVE_QUERIES:
         return attend_states(query, *materialize(table, first_token), mask, scale)
@@ -86,8 +87,10 @@ def attend_states(
     groups = heads // keys.shape[1]
     # Packed, one history is read for the whole group; grouped float32 heads have a kernel as good.
     packs = query.element_size() == 2 or mask is not None
-    if groups > 1 and queries == 1 and packs and (mask is None or mask.shape[-3:-1] == (1, 1)):
+    if groups > 1 and queries == 1 and packs:
         packed = query.view(rows, keys.shape[1], groups, -1)
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
+            mask = mask.reshape(*mask.shape[:-3], keys.shape[1], groups, mask.shape[-1])
         return scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale).view(rows, heads, 1, -1)
     if groups > 1 and mask is not None and query.device.type != "cpu":
         # Elsewhere a mask together with grouped heads has no fast kernel.

@@ -121,9 +121,6 @@ class EvictingLayer(BlockLayer):
     ) -> None:
         """Let the policy know the queries; apply the budget to a first chunk once its queries are known."""
         table = self._evicted_table()
-        if self._new_tokens == 1 and query.shape[2] > 1:
-            # transformers may pack the query heads that share a key head, as if they were queries of several tokens.
-            query = query.flatten(1, 2)[:, :, None]
         table.observe(query, _seen_by_last(mask), scale, forget=not self.record_past)
         if table.tokens == self._new_tokens and not self.record_past:
             table.drop_before(0)

@@ -103,7 +103,7 @@ class WindowLayer(BlockLayer):
         """Attention of the queries of the newest tokens over the sinks and their windows.
 
         Args:
-            query: Query states, or those of a single token by key head, ``[rows, key_heads, groups, width]``.
+            query: Query states.
             mask: Over the whole history; see `hf_kvcache.attention.attend`.
             scale: Factor on the scores.
             first_token: Of no effect: handles of this layer begin at 0.
@@ -182,12 +182,12 @@ class WindowLayer(BlockLayer):
             copies: Keys and values ``[rows, heads, tokens, width]`` of all tokens from a position on, and that
                 position; None to read the blocks where they lie.
         """
-        table, new = self._sink_table(), self._new_tokens
+        # Not always all new tokens: a layer that reads another one's history may ask for the last of them.
+        table, new = self._sink_table(), query.shape[2]
         outputs = []
         for begin in range(0, new, _SLICE_QUERIES):
             end = min(begin + _SLICE_QUERIES, new)
-            # The queries of a single token may come packed by key head.
-            part = query if new == 1 else query[:, :, begin:end]
+            part = query[:, :, begin:end]
             at = (table.tokens - new + begin, table.tokens - new + end)
             first = self._first_needed(at[0])
             ranges = [(first, at[1])] if copies else table.reading_order(first)
