@@ -16,6 +16,8 @@ from hf_kvcache.errors import InputError  # noqa: E402 - after the hook
 from hf_kvcache.evaluation.datasets import load_text  # noqa: E402
 from hf_kvcache.evaluation.models import load_model  # noqa: E402
 
+pytest_plugins = ["pairs"]
+
 # Two cores in all: pytest-xdist's workers share them.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 

@@ -29,6 +29,7 @@ def masks(rows: int, queries: int, tokens: int) -> dict[str, Tensor | None]:
     return {"none": None, "bool": seen, "float": torch.where(seen, 0.0, -torch.inf)}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize(("rows", "shared"), [(1, 0), (3, 0), (3, 10_000), (3, 256)])
 @pytest.mark.parametrize("tokens", [40, 511, 600, 2100])

@@ -85,6 +85,7 @@ def check_same(
     check_cache(cache, strategy, generation)
 
 
+@pytest.mark.pairs
 @every_strategy
 @pytest.mark.parametrize(("architecture", "mode"), CASES)
 def test_same_result(strategy: Strategy, architecture: str, mode: str) -> None:
@@ -92,6 +93,7 @@ def test_same_result(strategy: Strategy, architecture: str, mode: str) -> None:
     check_same(strategy, architecture, mode, dtype)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.exactness == "bitwise"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
@@ -100,6 +102,7 @@ def test_bitwise_in_half_precision(strategy: Strategy, architecture: str, mode: 
     check_same(strategy, architecture, mode, dtype)
 
 
+@pytest.mark.pairs
 @every_strategy
 @pytest.mark.parametrize("mode", ["greedy", "beams_return_sequences", "padded_batch"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -107,6 +110,7 @@ def test_eager(strategy: Strategy, architecture: str, mode: str) -> None:
     check_same(strategy, architecture, mode, attention="eager")
 
 
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

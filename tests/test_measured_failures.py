@@ -140,6 +140,7 @@ def test_cached_text_longer_than_the_prompt_unaligned(strategy: Strategy) -> Non
     check_nothing_stored(cache, before, PROMPT_TOKENS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("architecture", DECODERS)
 @pytest.mark.parametrize("common", [0, 1, 4, 10])
 def test_cached_text_leaves_the_prompt(strategy: Strategy, architecture: str, common: int) -> None:
@@ -195,6 +196,7 @@ def test_aligning_another_batch(strategy: Strategy) -> None:
 # Only the new ids
 
 
+@pytest.mark.pairs
 # More new tokens than are cached cannot be told from the whole text. GPT-2 itself stumbles over no tokens at all.
 @pytest.mark.parametrize("new_tokens", [1, 5, pytest.param(PROMPT_TOKENS, marks=needs_positions)])
 @pytest.mark.parametrize("architecture", [name for name in POSITIONED if name != "gpt2"])
@@ -208,6 +210,7 @@ def test_only_new_ids_without_a_mask(strategy: Strategy, architecture: str, new_
     check_nothing_stored(cache, before, PROMPT_TOKENS)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("new_tokens", [1, 5, PROMPT_TOKENS, 30])
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_only_new_ids(strategy: Strategy, architecture: str, new_tokens: int) -> None:
@@ -247,6 +250,7 @@ def test_continuation_with_a_mask_of_the_wrong_length(strategy: Strategy) -> Non
 PREFIX = 13
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     "options",
     [{"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}],
@@ -346,6 +350,7 @@ def test_repeated_and_cropped(strategy: Strategy) -> None:
 # Stepping back
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("late", [False, True], ids=["unrecorded", "recorded_too_late"])
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_crop_past_what_is_held(strategy: Strategy, architecture: str, late: bool) -> None:
@@ -361,6 +366,7 @@ def test_crop_past_what_is_held(strategy: Strategy, architecture: str, late: boo
     check_as_without_cache(model, cache, torch.cat([ids, prompt(tokens=2, seed=1)], dim=1))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("removed", [1, 3, 9])
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_unrecorded_crop_is_right_or_refused(strategy: Strategy, architecture: str, removed: int) -> None:
@@ -374,6 +380,7 @@ def test_unrecorded_crop_is_right_or_refused(strategy: Strategy, architecture: s
         check_as_without_cache(model, cache, prompt(tokens=40))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("removed", [1, 3, 12])
 @pytest.mark.parametrize("architecture", WINDOWED)
 def test_recorded_crop(strategy: Strategy, architecture: str, removed: int) -> None:

@@ -89,6 +89,7 @@ def test_each_bit_halves_the_error(name: str, kind: str) -> None:
     assert all(0.42 < after / before < 0.62 for before, after in pairwise(errors)), errors
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(
     ("width", "dtype", "tolerance"),
     [
@@ -128,6 +129,7 @@ def test_products_in_float16_do_not_overflow(name: str, bits: int) -> None:
     assert torch.isfinite(scores).all()
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("name", "bits"), ALL)
 def test_bytes_are_the_bits_asked_for_and_the_scales(name: str, bits: int, width: int) -> None:
@@ -169,6 +171,7 @@ def test_blocks_do_not_depend_on_each_other(name: str, bits: int, kind: str) -> 
         torch.testing.assert_close(alone, states_of.unflatten(1, (5, -1))[:, index], rtol=0, atol=1e-12)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "bits"), ALL)
