@@ -14,9 +14,9 @@ FORMULA_COLOR = "#222222"
 
 
 def write_plots(results: BenchResults, folder: Path) -> list[Path]:
-    """Draw the time of a token against the length of the history, and the bytes held against tokens."""
+    """Draw the time of a token against the length of the history and against bits, and bytes held against tokens."""
     files = []
-    for name, draw in (("decode", _decode), ("bytes", _bytes)):
+    for name, draw in (("decode", _decode), ("bytes", _bytes), ("bits", _bits)):
         figure = Figure(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
         draw(axes, results)
@@ -89,6 +89,30 @@ def _bytes(axes: Axes, results: BenchResults) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _bits(axes: Axes, results: BenchResults) -> None:
+    """Median time of a token at the longest history against the bits per number: down and to the left is better."""
+    longest = results.lengths("decode")[-1]
+    for place, cache in enumerate(results.caches):
+        found = cache.find("decode", longest)
+        if found is None or found.held is None:
+            continue
+        axes.plot(
+            [results.bits_per_number(found.held)],
+            [found.timing.milliseconds.median],
+            "o",
+            color=COLORS[place % len(COLORS)],
+            markersize=max(5, 12 - 3 * place),
+            label=_label(cache.spec),
+        )
+    axes.set(
+        xlabel="bits per number of keys and values, all in",
+        ylabel="milliseconds per token",
+        title=f"Time of one token after {longest:,} tokens: {results.model}, {results.dtype}",
+    )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
 
 
 def _held_by_one_row(measurements: tuple[Measurement, ...]) -> list[Held]:

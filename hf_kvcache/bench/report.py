@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def table_rows(results: BenchResults) -> list[tuple[str, ...]]:
         for tokens in results.lengths(task)[-1:]:
             rows.append(_row(results.caches, task, tokens, label, _bytes_cell))
             rows.append(_row(results.caches, task, tokens, "- of the formula", _formula_cell))
+            rows.append(_row(results.caches, task, tokens, "- bits per number", partial(_bits_cell, results)))
             rows.append(_row(results.caches, task, tokens, "- allocated, but unused", _unused_cell))
     return rows
 
@@ -146,6 +148,10 @@ def _bytes_cell(measurement: Measurement, reference: Measurement) -> str:
 
 def _formula_cell(measurement: Measurement, _: Measurement) -> str:
     return _from_held(measurement, lambda held: f"{held.total_bytes / held.formula_bytes:.1%}")
+
+
+def _bits_cell(results: BenchResults, measurement: Measurement, _: Measurement) -> str:
+    return _from_held(measurement, lambda held: f"{results.bits_per_number(held):.2f}")
 
 
 def _unused_cell(measurement: Measurement, _: Measurement) -> str:

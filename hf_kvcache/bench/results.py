@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 SCHEMA = "hf-kvcache-bench/1"
 
 Task: TypeAlias = Literal["decode", "prefill", "beams"]
@@ -112,6 +114,11 @@ class BenchResults:
     caches: tuple[CacheSpeed, ...]
     environment: dict[str, Any]
     seconds: float
+
+    def bits_per_number(self, held: Held) -> float:
+        """Bits that a cache takes for each number of the keys and values of its history, all in."""
+        dtype_bytes: int = getattr(torch, self.dtype).itemsize
+        return 8 * dtype_bytes * held.total_bytes / held.formula_bytes
 
     def lengths(self, task: Task) -> tuple[int, ...]:
         """The lengths this task was measured at, ascending."""

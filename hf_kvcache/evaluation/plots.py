@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -80,9 +81,19 @@ def _perplexity(axes: Axes, results: Results) -> None:
 
 
 def _bytes(axes: Axes, results: Results) -> None:
-    """Bytes held against mean divergence."""
+    """Bytes held, and bits per number of keys and values, against mean divergence."""
     xlabel = f"MiB held after {results.reference.tokens_held:,} tokens"
     _pareto(axes, results, lambda cache: cache.bytes_held / 2**20, xlabel, "Memory against fidelity")
+    bits = results.bits_per_mib
+
+    def to_bits(mib: Any) -> Any:
+        return mib * bits
+
+    def to_mib(bits_held: Any) -> Any:
+        return bits_held / bits
+
+    top = axes.secondary_xaxis("top", functions=(to_bits, to_mib))
+    top.set_xlabel("bits per number, exact tokens and scales included")
 
 
 def _speed(axes: Axes, results: Results) -> None:

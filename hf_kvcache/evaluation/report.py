@@ -99,6 +99,7 @@ def _columns(results: Results) -> Iterator[Column]:
     if results.scored_tokens:
         yield "MiB held", lambda of: f"{of.bytes_held / 2**20:.2f}"
         yield "bytes/token", lambda of: f"{of.bytes_held / of.tokens_held:.0f}" if of.tokens_held else "-"
+        yield "bits/number", lambda of: f"{of.bytes_held / 2**20 * results.bits_per_mib:.2f}"
     if "retrieval" in results.tasks:
         yield "recall", lambda of: f"{mean(of.retrieval, lambda one: one.recall):.1%}" if of.retrieval else "-"
         yield "gold p", lambda of: f"{mean(of.retrieval, lambda one: one.probability):.4f}" if of.retrieval else "-"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hf_kvcache.errors import EvaluationError, InputError
 from hf_kvcache.evaluation.outcomes import Agreement, Cost, Trial
 from hf_kvcache.evaluation.proofs import Kind, Proof
@@ -100,6 +102,12 @@ class Results:
     environment: dict[str, Any]
     seconds: float
     positions: Positions | None = field(repr=False, compare=False, metadata={"name": None})
+
+    @property
+    def bits_per_mib(self) -> float:
+        """Bits that each number of keys and values gets from a MiB, after the first window."""
+        dtype_bytes: int = getattr(torch, self.dtype).itemsize
+        return 8 * dtype_bytes * 2**20 / self.reference.bytes_held
 
     @property
     def failures(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def test_beams_of_one_prompt_share_it(results):
 
 def test_report_and_record(results, tmp_path):
     files = write_report(results, tmp_path / "new" / "folder")
-    assert [file.name for file in files] == ["results.json", "report.md", "decode.png", "bytes.png"]
+    assert [file.name for file in files] == ["results.json", "report.md", "decode.png", "bytes.png", "bits.png"]
     record = json.loads(files[0].read_text())
     assert record["schema"] == "hf-kvcache-bench/1"
     assert record["filling"] == "random states"
@@ -94,6 +94,7 @@ def test_rows_of_the_table_name_what_was_measured(results):
     assert "x [" in rows["decode after 64 tokens, ms per token"][1]
     assert rows["4 beams after 128 tokens, ms per step"][2] == "-"
     assert rows["held at 71 tokens, MiB"][0] == f"{TOKEN_BYTES * 71 / 2**20:.2f}"
+    assert rows["- bits per number"][0] == "32.00"
 
 
 def test_lengths_are_cut_to_the_models_positions():

@@ -56,6 +56,7 @@ def test_every_row_of_the_table_has_every_column(results):
         "none",
     ]
     assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert table.rows[0][table.columns.index("bits/number")] == "32.00"
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
