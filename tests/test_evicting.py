@@ -24,6 +24,7 @@ from hf_kvcache.retention import POLICIES, EvictedTable, EvictingLayer, Held
 from hf_kvcache.retention.budget import Amount, Budget
 from hf_kvcache.retention.lagkv import LagKV
 from hf_kvcache.retention.policies import make_policy
+from hf_kvcache.retention.received import ReceivedAttention
 from hf_kvcache.units import parse_bytes
 
 HEADS, GROUPS, WIDTH, BLOCK, SINKS, RECENT = 2, 3, 8, 4, 2, 5
@@ -273,6 +274,10 @@ def tova(row: Row, _: int) -> list[float]:
     return row.weights[:, :, -1].mean((0, 1)).tolist()
 
 
+def h2o(row: Row, head: int) -> list[float]:
+    return row.weights[head].sum((0, 1)).tolist()
+
+
 def expected_attention(row: Row, head: int) -> list[float]:
     total = torch.zeros(row.tokens, dtype=torch.float64)
     for group in range(GROUPS):
@@ -284,32 +289,43 @@ def expected_attention(row: Row, head: int) -> list[float]:
 
 
 FORMULAS: dict[str, Callable[[Row, int], list[float]]] = {
-    formula.__name__: formula for formula in (knorm, keydiff, cur, snapkv, tova, expected_attention)
+    formula.__name__: formula for formula in (knorm, keydiff, cur, snapkv, tova, h2o, expected_attention)
 }
 
 
-def held(keys: Tensor, values: Tensor, queries: Tensor, padding: int = 0) -> Held:
+def seen_by(name: str, tokens: int) -> slice:
+    """The queries that a policy looks at: the last ones, or all of them."""
+    policy = make_policy(name)
+    return slice(None) if policy.wants_attention else slice(tokens - max(policy.queries, 1), None)
+
+
+def scored(name: str, keys: Tensor, values: Tensor, queries: Tensor, padding: int = 0) -> Tensor:
+    """Scores of a history whose first tokens are padding, from the queries of all its tokens."""
     rows, heads, tokens, _ = keys.shape
-    hidden = torch.arange(tokens) < padding
-    return Held(
+    policy, hidden, last = make_policy(name), torch.arange(tokens) < padding, seen_by(name, tokens)
+    held = Held(
         keys,
         values,
         torch.arange(tokens, dtype=torch.int32).expand(rows, heads, -1),
         hidden.expand(rows, heads, -1) if padding else None,
-        queries,
-        hidden[-queries.shape[2] :].expand(rows, -1) if padding else None,
+        queries[:, :, last],
+        hidden[last].expand(rows, -1) if padding else None,
         1 / math.sqrt(WIDTH),
         None,
     )
+    if policy.wants_attention:
+        received = ReceivedAttention()
+        received.add(queries, tokens)
+        held = held._replace(attention=received.settle(held))
+    return policy.scores(held)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_scores_follow_the_formula(name: str) -> None:
-    tokens = states(30, rows=2)
-    queries = tokens[2][:, :, -max(make_policy(name).queries, 1) :]
-    found = make_policy(name).scores(held(tokens[0], tokens[1], queries))
+    keys, values, queries = states(30, rows=2)
+    found = scored(name, keys, values, queries)
     for row in range(2):
-        plain = plain_row(tokens[0][row], tokens[1][row], queries[row])
+        plain = plain_row(keys[row], values[row], queries[row, :, seen_by(name, 30)])
         expected = [FORMULAS[name](plain, head) for head in range(HEADS)]
         # The leverages have a ridge of 1e-6.
         torch.testing.assert_close(found[row], torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-9)
@@ -321,8 +337,9 @@ def test_every_policy_has_its_formula_tested() -> None:
 
 def test_lagkv_follows_the_formula() -> None:
     """Three whole partitions of 10 and a partial one, counted from the end."""
-    keys, values, queries = states(34)
-    ranks = LagKV(lag_tokens=10).scores(held(keys, values, queries)) * 10
+    keys, values, _ = states(34)
+    positions = torch.arange(34, dtype=torch.int32).expand(1, HEADS, -1)
+    ranks = LagKV(lag_tokens=10).scores(Held(keys, values, positions, None, None, None, 1.0, None)) * 10
     for head in range(HEADS):
         for begin in (4, 14):
             information = torch.zeros(10, dtype=torch.float64)
@@ -339,19 +356,19 @@ def test_lagkv_follows_the_formula() -> None:
 def test_padding_changes_no_score(name: str) -> None:
     """A padded row is scored as it is alone, whatever the states of the padding."""
     keys, values, queries = states(50)
-    alone = make_policy(name).scores(held(keys, values, queries))
+    alone = scored(name, keys, values, queries)
     strange = states(20, seed=1)
     padded = [torch.cat([100 * pads, real], dim=2) for pads, real in zip(strange, (keys, values, queries), strict=True)]
-    found = make_policy(name).scores(held(*padded, padding=20))[:, :, 20:]
+    found = scored(name, *padded, padding=20)[:, :, 20:]
     torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_scores_in_half_precision_are_those_of_the_same_numbers(name: str) -> None:
     narrow = [part.to(torch.bfloat16) for part in states(40)]
-    found = make_policy(name).scores(held(*narrow))
+    found = scored(name, *narrow)
     assert found.dtype == torch.float32
-    expected = make_policy(name).scores(held(*(part.double() for part in narrow)))
+    expected = scored(name, *(part.double() for part in narrow))
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
 
 
@@ -366,13 +383,33 @@ def test_those_with_the_lowest_scores_go(name: str) -> None:
     feed(target, prompt_states)
     table = table_of(target)
     assert table.tokens_held == 20 - BLOCK
-    queries = prompt_states[2][:, :, -max(make_policy(name).queries, 1) :]
-    scores = make_policy(name).scores(held(prompt_states[0], prompt_states[1], queries)).clone()
+    scores = scored(name, *prompt_states)
     scores[..., :SINKS] = math.inf
     for row in range(2):
         for head in range(HEADS):
             best = scores[row, head, : 60 - RECENT].topk(20 - BLOCK - RECENT).indices.sort().values
             assert table.slot_positions()[row, head].tolist() == [*best.tolist(), *range(60 - RECENT, 60)]
+
+
+@pytest.mark.parametrize(
+    "chunks", [(90,), (60, *[1] * 30), (3, 50, *[1] * 12, 20, 5)], ids=["prompt", "tokens", "chunks"]
+)
+def test_received_attention_is_that_of_every_query(chunks: tuple[int, ...]) -> None:
+    """Against brute force, prompt and decoded tokens alike; padding gives none and receives none."""
+    given = states(90, rows=2)
+    target = layer("h2o", 200)
+    seen = 0
+    mask = torch.ones(2, 1, 90, 90, dtype=torch.bool).tril()
+    mask[1, :, :, :2] = False
+    for part, tokens in zip(split(given, *chunks), chunks, strict=True):
+        feed(target, part, mask[:, :, seen : seen + tokens, : seen + tokens])
+        seen += tokens
+    table = table_of(target)
+    scores = table._scores(target.keys, target.values, table.slot_positions())
+    for row, padding in ((0, 0), (1, 2)):
+        plain = plain_row(*(part[row, :, padding:] for part in given))
+        expected = plain.weights.sum((1, 2))[:, SINKS:]
+        torch.testing.assert_close(scores[row, :, padding + SINKS :], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -21,6 +21,7 @@ from ..blocks import BlockPool, BlockTable, Usage
 from ..errors import StateError
 from .policy import Held, Policy
 from .queries import RecentQueries
+from .received import ReceivedAttention
 
 _POSITION_DTYPE = torch.int32
 
@@ -63,6 +64,7 @@ class EvictedTable:
         self.visible: Bool[Tensor, "any_rows seen"] | None = None
         """Which tokens are no padding, as the last mask said, for one or all rows; None if there was none."""
         self.queries = RecentQueries(policy.queries)
+        self.received = ReceivedAttention() if policy.wants_attention else None
         self.scale = 1.0
 
     # ------------------------------------------------------------------------------------------------- telling
@@ -98,9 +100,9 @@ class EvictedTable:
 
     def usage(self) -> Usage:
         """Bytes held now. Positions, queries and padding count as scales: what reading and choosing need besides."""
-        usage = self.blocks.usage()
         besides = self.positions.nbytes + self.queries.nbytes + (0 if self.visible is None else self.visible.nbytes)
-        return usage._replace(scale_bytes=besides)
+        besides += 0 if self.received is None else self.received.nbytes
+        return self.blocks.usage()._replace(scale_bytes=besides)
 
     def slot_positions(self) -> Int[Tensor, "rows heads held"]:
         """The place in the history of every token held."""
@@ -116,11 +118,15 @@ class EvictedTable:
         self.visible = tensors.get("visible")
         if "queries" in tensors:
             self.queries.recall(tensors["queries"], tokens)
+        if self.received is not None:
+            self.received.recall(tensors, tokens)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What is held besides the blocks, for `resume`."""
         found = {"positions": self.positions, "visible": self.visible, "queries": self.queries.last()}
+        if self.received is not None:
+            found |= self.received.tensors
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def append(
@@ -150,10 +156,20 @@ class EvictedTable:
         self.visible = visible
         self.scale = scale
         self.queries.add(query, self.tokens, forget)
+        if self.received is not None:
+            self.received.add(query, self.tokens)
+            if forget and self.received.is_full:
+                self.received.settle(self._held(*materialize(self.blocks, 0), self.slot_positions(), None))
+
+    @property
+    def knows_queries(self) -> bool:
+        """Whether the policy has seen the queries it looks at, up to those of the newest token."""
+        seen = self.queries if self.received is None else self.received
+        return not self.policy.needs_queries or seen.end == self.tokens
 
     def drop_before(self, token: int) -> None:  # noqa: ARG002 - every token may still be seen
         """Called when nothing that was dropped can be asked for again: evict what the budget does not allow."""
-        if self.is_due and not (self.policy.needs_queries and self.queries.end < self.tokens):
+        if self.is_due and self.knows_queries:
             self.evict()
 
     def evict(self) -> None:
@@ -179,30 +195,37 @@ class EvictedTable:
         order = torch.argsort(scores, dim=-1, descending=True, stable=True)
         kept = order[..., : target - recent].sort(dim=-1).values
         self.positions = positions.gather(2, kept)
+        if self.received is not None:
+            self.received.keep(kept, candidates)
         self.tail_begin = begin
         self.blocks = BlockTable(BlockPool(keys, values, self.block_size), self.rows, tight=True)
         self.blocks.append(_chosen(keys, kept, candidates), _chosen(values, kept, candidates))
 
     def _scores(self, keys: Tensor, values: Tensor, positions: Tensor) -> Float[Tensor, "rows heads held"]:
         """The policy's scores; sinks above all others, padding below."""
-        hidden, query_hidden, first = self._padding(positions)
-        queries = self.queries.last()
-        if queries is None:
-            query_hidden = None
-        elif query_hidden is not None:
-            query_hidden = query_hidden[:, -queries.shape[2] :]
-        held = Held(keys, values, positions, hidden, queries, query_hidden, self.scale, None)
+        held = self._held(keys, values, positions, self.queries.last())
+        if self.received is not None:
+            held = held._replace(attention=self.received.settle(held))
+        visible = self._visible()
+        first = 0 if visible is None else visible.int().argmax(1)[:, None, None]
         scores = self.policy.scores(held).masked_fill(positions < first + self.sink_tokens, torch.inf)
-        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+        return scores if held.hidden is None else scores.masked_fill(held.hidden, -torch.inf)
 
-    def _padding(self, positions: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | int]:
-        """(which tokens held are padding, which tokens seen are, position of each row's first real token)."""
-        if self.visible is None or bool(self.visible.all()):
-            return None, None, 0
-        unseen = self.visible.new_ones(self.visible.shape[0], self.tokens - self.visible.shape[1])
-        visible = torch.cat([self.visible, unseen], dim=1).expand(self.rows, -1)
+    def _held(self, keys: Tensor, values: Tensor, positions: Tensor, queries: Tensor | None) -> Held:
+        """What is known of the tokens held."""
+        visible = self._visible()
+        if visible is None:
+            return Held(keys, values, positions, None, queries, None, self.scale, None)
         hidden = ~visible[:, None].expand(-1, positions.shape[1], -1).gather(2, positions.long())
-        return hidden, ~visible, visible.int().argmax(1)[:, None, None]
+        query_hidden = None if queries is None else ~visible[:, -queries.shape[2] :]
+        return Held(keys, values, positions, hidden, queries, query_hidden, self.scale, None)
+
+    def _visible(self) -> Bool[Tensor, "rows seen"] | None:
+        """Which tokens seen are no padding; None where none is."""
+        if self.visible is None or bool(self.visible.all()):
+            return None
+        unseen = self.visible.new_ones(self.visible.shape[0], self.tokens - self.visible.shape[1])
+        return torch.cat([self.visible, unseen], dim=1).expand(self.rows, -1)
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -231,6 +254,8 @@ class EvictedTable:
         if self.visible is not None and self.visible.shape[0] > 1:
             self.visible = self.visible[rows]
         self.queries.select(rows)
+        if self.received is not None:
+            self.received.select(rows)
 
     def truncate(self, tokens: int) -> None:
         """Forget everything after the first `tokens` tokens, of which none behind `tail_begin` was dropped."""
@@ -238,6 +263,8 @@ class EvictedTable:
             raise StateError(f"cannot truncate to {tokens} tokens: {self.tail_begin} to {self.tokens} are held")
         self.blocks.truncate(self.tokens_held - (self.tokens - tokens))
         self.queries.truncate(tokens)
+        if self.received is not None:
+            self.received.truncate(tokens, self.tokens_held)
         if self.visible is not None:
             self.visible = self.visible[:, :tokens]
         self.tokens = tokens

@@ -154,7 +154,7 @@ class EvictingLayer(BlockLayer):
                 "torch's scaled_dot_product_attention can leave them out: load the model with "
                 'attn_implementation="sdpa"'
             )
-        if table.is_due and self.policy.needs_queries and table.queries.end < table.tokens:
+        if table.is_due and not table.knows_queries:
             raise StateError(
                 f"the policy {self.policy.name!r} looks at queries, which this attention implementation does not show: "
                 'load the model with attn_implementation="sdpa", or take a policy that looks at keys and values alone'

@@ -7,6 +7,7 @@ import difflib
 from ..errors import ConfigError
 from .cur import Cur
 from .expected_attention import ExpectedAttention
+from .h2o import H2O
 from .keydiff import KeyDiff
 from .knorm import KeyNorm
 from .lagkv import LagKV
@@ -15,7 +16,7 @@ from .snapkv import SnapKV
 from .tova import Tova
 
 POLICIES: dict[str, type[Policy]] = {
-    kind.name: kind for kind in (KeyNorm, KeyDiff, LagKV, Cur, SnapKV, Tova, ExpectedAttention)
+    kind.name: kind for kind in (KeyNorm, KeyDiff, LagKV, Cur, SnapKV, Tova, H2O, ExpectedAttention)
 }
 """Every policy a cache can name."""
 

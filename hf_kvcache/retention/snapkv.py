@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from .policy import Held, Policy
-from .weights import attention_weights
+from .weights import mean_weights
 
 _NEIGHBOURS = 7
 
@@ -26,7 +26,7 @@ class SnapKV(Policy):
 
     def scores(self, held: Held) -> Float[Tensor, "rows heads tokens"]:
         """See `Policy.scores`."""
-        weights = attention_weights(held).mean((2, 3))
+        weights = mean_weights(held)
         if held.hidden is None:
             return _pool(weights)
         # Padding is no neighbour.

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .policy import Held, Policy
-from .weights import attention_weights
+from .weights import mean_weights
 
 
 class Tova(Policy):
@@ -23,5 +23,5 @@ class Tova(Policy):
 
     def scores(self, held: Held) -> Float[Tensor, "rows heads tokens"]:
         """See `Policy.scores`."""
-        weights = attention_weights(held).mean((1, 2, 3))
+        weights = mean_weights(held).mean(1)
         return weights[:, None].expand(-1, held.keys.shape[1], -1)

@@ -13,8 +13,7 @@ from .policy import Held
 def attention_weights(held: Held) -> Float[Tensor, "rows heads groups queries tokens"]:
     """What each of the last queries looks at, by the key head they share. In float32 or better.
 
-    A query sees the tokens up to its own and no padding. Queries of padding have zeros, and the others as much more, so
-    that a mean over the queries is that over the real ones.
+    A query sees the tokens up to its own and no padding. Queries of padding have zeros.
     """
     if held.queries is None:
         raise StateError("attention weights need queries, and none were seen")
@@ -30,8 +29,15 @@ def attention_weights(held: Held) -> Float[Tensor, "rows heads groups queries to
         scores.masked_fill_(held.hidden[:, :, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1)
     if held.query_hidden is not None:
-        shares = (~held.query_hidden).to(precise)
-        shares = shares * count / shares.sum(1, keepdim=True).clamp_min(1.0)
         # A query of padding may see nothing at all.
-        weights = weights.nan_to_num_(nan=0.0) * shares[:, None, None, :, None]
+        weights = weights.nan_to_num_(nan=0.0).masked_fill_(held.query_hidden[:, None, None, :, None], 0.0)
     return weights
+
+
+def mean_weights(held: Held) -> Float[Tensor, "rows heads tokens"]:
+    """The mean of `attention_weights` over the query heads of a key head and over the queries that are no padding."""
+    weights = attention_weights(held)
+    if held.query_hidden is None:
+        return weights.mean((2, 3))
+    real = (~held.query_hidden).sum(1).clamp_min(1)
+    return weights.mean(2).sum(2) / real[:, None, None]

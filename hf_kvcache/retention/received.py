@@ -1,0 +1,118 @@
+"""The attention that the tokens of a history have received so far.
+
+It is the sum of softmax weights over all queries, of the prompt and of decoded tokens alike. No attention
+implementation returns its weights; they are computed a second time, for some queries at once: as many calls of torch
+for 64 decoded tokens as for one. Between, queries wait, so that those of a rejected draft leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .policy import Held
+from .queries import RecentQueries
+from .weights import attention_weights
+
+# Queries that may wait, and queries whose weights are computed at once: what bounds the memory.
+_MOST_WAITING = 64
+_SLICE_QUERIES = 128
+_ALL = 1 << 40
+
+
+class ReceivedAttention:
+    """What each token held has received, in sums over queries and over the query heads of a key head."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._waiting = RecentQueries(_ALL)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._waiting.nbytes + (0 if self._sums is None else self._sums.nbytes)
+
+    @property
+    def end(self) -> int:
+        """One past the position of the last query seen; 0 if there was none."""
+        return self._waiting.end
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more queries wait than should."""
+        return self._waiting.count > _MOST_WAITING
+
+    def add(self, query: Float[Tensor, "rows query_heads queries width"], end: int) -> None:
+        """Note the queries of the tokens before position `end`."""
+        self._waiting.add(query, end, forget=False)
+
+    def settle(self, held: Held) -> Float[Tensor, "rows heads tokens"]:
+        """Add up the weights of the queries that wait.
+
+        Args:
+            held: All tokens held, the last of them that of the last query; queries are not looked at.
+
+        Returns:
+            What each token has received: the sums themselves.
+        """
+        rows, heads, tokens = held.positions.shape
+        precise = torch.promote_types(held.keys.dtype, torch.float32)
+        sums = held.keys.new_zeros(rows, heads, tokens, dtype=precise)
+        if self._sums is not None:
+            sums[..., : self._sums.shape[2]] = self._sums
+        queries = self._waiting.last()
+        seen = tokens - self._waiting.count
+        for part in () if queries is None else queries.split(_SLICE_QUERIES, dim=2):
+            seen += part.shape[2]
+            sums[..., :seen] += attention_weights(_up_to(held, seen, part)).sum((2, 3))
+        self._sums = sums
+        self._waiting.clear()
+        return sums
+
+    def keep(self, kept: Int[Tensor, "rows heads kept"], candidates: int) -> None:
+        """Of the first `candidates` tokens keep these, and all behind them."""
+        if self._sums is not None:
+            self._sums = torch.cat([self._sums.gather(2, kept), self._sums[..., candidates:]], dim=2)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i a copy of old row ``rows[i]``."""
+        self._sums = None if self._sums is None else self._sums[list(rows)]
+        self._waiting.select(rows)
+
+    def truncate(self, tokens: int, tokens_held: int) -> None:
+        """Forget what lies behind the first `tokens` tokens, of which `tokens_held` are held.
+
+        Queries whose weights were added up already have given them to the tokens before.
+        """
+        self._waiting.truncate(tokens)
+        self._sums = None if self._sums is None else self._sums[..., :tokens_held]
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What is held, for `recall`."""
+        return {"received": self._sums, "waiting": self._waiting.last()}
+
+    def recall(self, tensors: Mapping[str, Tensor], tokens: int) -> None:
+        """Take over what another record of as many tokens held."""
+        self._sums = tensors.get("received")
+        self._waiting.clear(tokens)
+        if "waiting" in tensors:
+            self._waiting.recall(tensors["waiting"], tokens)
+
+
+def _up_to(held: Held, tokens: int, queries: Tensor) -> Held:
+    """The first `tokens` tokens, and these queries of the last of them."""
+    hidden = None if held.hidden is None else held.hidden[..., :tokens]
+    return Held(
+        held.keys[:, :, :tokens],
+        held.values[:, :, :tokens],
+        held.positions[..., :tokens],
+        hidden,
+        queries,
+        None if hidden is None else hidden[:, 0, -queries.shape[2] :],
+        held.scale,
+        None,
+    )
