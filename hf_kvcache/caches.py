@@ -192,6 +192,8 @@ class EvictingCache(KVCache):
             as "64MiB": bytes of all layers that evict, for the rows of the first batch.
         sinks: Tokens at the beginning of each row, padding aside, that always stay.
         recent: Tokens at the end that always stay.
+        per_head: Let the heads of a layer share what they keep, so that one that looks around keeps more. For policies
+            whose scores compare heads: snapkv, h2o, expected_attention.
         block_size: Tokens per block, and tokens that go at a time while decoding.
 
     Raises:
@@ -216,6 +218,7 @@ class EvictingCache(KVCache):
         budget: Amount = 0.5,
         sinks: int = 4,
         recent: int = 64,
+        per_head: bool = False,
         block_size: int = 64,
     ) -> None:
-        super().__init__(config, block_size=block_size, retention=Eviction(policy, budget, sinks, recent))
+        super().__init__(config, block_size=block_size, retention=Eviction(policy, budget, sinks, recent, per_head))

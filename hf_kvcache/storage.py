@@ -2,10 +2,10 @@
 
 Tensors: the arenas of layer N, ``layer.N.raw.0`` (keys) and ``layer.N.raw.1`` (values) of a paged layer, axes (heads,
 slots, width), the slots being those of the blocks in use, block after block; of a quantized one also ``sinks`` and
-``encoded``, and what its codecs learned; of an evicting one the ``positions`` of its tokens and what its policy has
-seen; ``token_ids`` and ``last_positions`` where they are known. Metadata: format, version, the model's fingerprint, how
-the cache was built, and the tables as JSON. A SHA-256 over everything guards against truncation and altered bytes.
-Nothing is ever unpickled.
+``encoded``, and what its codecs learned; of an evicting one the ``positions`` of its tokens, what its heads keep in
+different numbers (``kept``), and what its policy has seen; ``token_ids`` and ``last_positions`` where they are known.
+Metadata: format, version, the model's fingerprint, how the cache was built, and the tables as JSON. A SHA-256 over
+everything guards against truncation and altered bytes. Nothing is ever unpickled.
 """
 
 from __future__ import annotations

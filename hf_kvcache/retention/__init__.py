@@ -6,6 +6,7 @@ from .evicting_layer import EvictingLayer
 from .eviction import Eviction
 from .policies import POLICIES
 from .policy import Held, Policy
+from .ragged_table import RaggedTable
 from .sinks import SinkTable
 from .window import Window
 from .window_layer import WindowLayer
@@ -17,6 +18,7 @@ __all__ = [
     "Eviction",
     "Held",
     "Policy",
+    "RaggedTable",
     "Retention",
     "SinkTable",
     "Window",

@@ -16,14 +16,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..attention import materialize
+from ..attention import attend, materialize
 from ..blocks import BlockPool, BlockTable, Usage
 from ..errors import StateError
 from .policy import Held, Policy
 from .queries import RecentQueries
 from .received import ReceivedAttention
 
-_POSITION_DTYPE = torch.int32
+POSITION_DTYPE = torch.int32
 
 
 class EvictedTable:
@@ -58,7 +58,7 @@ class EvictedTable:
         """Tokens seen."""
         self.blocks = BlockTable(BlockPool(keys, values, block_size), keys.shape[0], tight=True)
         """The tokens held, in order of their positions."""
-        self.positions: Int[Tensor, "rows heads kept"] = self._no_positions(keys.shape[0], keys.shape[1])
+        self.positions: Int[Tensor, "rows heads kept"] = keys.new_empty(*keys.shape[:2], 0, dtype=POSITION_DTYPE)
         """Places in the history of the first tokens held. Those behind follow without a gap, from `tail_begin` on."""
         self.tail_begin = 0
         self.visible: Bool[Tensor, "any_rows seen"] | None = None
@@ -104,10 +104,15 @@ class EvictedTable:
         besides += 0 if self.received is None else self.received.nbytes
         return self.blocks.usage()._replace(scale_bytes=besides)
 
-    def slot_positions(self) -> Int[Tensor, "rows heads held"]:
-        """The place in the history of every token held."""
-        tail = torch.arange(self.tail_begin, self.tokens, dtype=_POSITION_DTYPE, device=self.positions.device)
-        return torch.cat([self.positions, tail.expand(*self.positions.shape[:2], -1)], dim=2)
+    def kept_positions(self) -> Int[Tensor, "rows heads kept"]:
+        """Places in the history of the columns before those from `tail_begin` on."""
+        return self.positions
+
+    def slot_positions(self) -> Int[Tensor, "rows heads columns"]:
+        """The place in the history of every column."""
+        kept = self.kept_positions()
+        tail = torch.arange(self.tail_begin, self.tokens, dtype=POSITION_DTYPE, device=kept.device)
+        return torch.cat([kept, tail.expand(*kept.shape[:2], -1)], dim=2)
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -159,7 +164,7 @@ class EvictedTable:
         if self.received is not None:
             self.received.add(query, self.tokens)
             if forget and self.received.is_full:
-                self.received.settle(self._held(*materialize(self.blocks, 0), self.slot_positions(), None))
+                self.received.settle(self._held(None))
 
     @property
     def knows_queries(self) -> bool:
@@ -184,40 +189,51 @@ class EvictedTable:
         candidates = self.tokens_held - recent
         if target - recent >= candidates:
             return
-        keys, values = materialize(self.blocks, 0)
-        if keys.shape[1] != values.shape[1]:
+        held = self._held(self.queries.last())
+        if held.keys.shape[1] != held.values.shape[1]:
             raise StateError(
-                f"{keys.shape[1]} heads of keys and {values.shape[1]} heads of values cannot be evicted head by head: "
-                "use another cache for this model"
+                f"{held.keys.shape[1]} heads of keys and {held.values.shape[1]} heads of values cannot be evicted head "
+                "by head: use another cache for this model"
             )
-        positions = self.slot_positions()
-        scores = self._scores(keys, values, positions)[..., :candidates]
-        order = torch.argsort(scores, dim=-1, descending=True, stable=True)
-        kept = order[..., : target - recent].sort(dim=-1).values
-        self.positions = positions.gather(2, kept)
+        scores = self._scores(held)[..., : held.positions.shape[2] - recent]
+        arranged = self._keep(held, scores, target - recent)
         if self.received is not None:
-            self.received.keep(kept, candidates)
+            self.received.rearrange(arranged)
         self.tail_begin = begin
-        self.blocks = BlockTable(BlockPool(keys, values, self.block_size), self.rows, tight=True)
-        self.blocks.append(_chosen(keys, kept, candidates), _chosen(values, kept, candidates))
 
-    def _scores(self, keys: Tensor, values: Tensor, positions: Tensor) -> Float[Tensor, "rows heads held"]:
+    def _keep(
+        self, held: Held, scores: Float[Tensor, "rows heads candidates"], count: int
+    ) -> Callable[[Float[Tensor, "rows heads held"]], Float[Tensor, "rows heads held_after"]]:
+        """Store anew the `count` best candidates of each head, and all tokens behind the candidates.
+
+        Returns:
+            What brings numbers of the tokens held to the places where these are now.
+        """
+        candidates = scores.shape[2]
+        order = torch.argsort(scores, dim=-1, descending=True, stable=True)
+        kept = order[..., :count].sort(dim=-1).values
+        self.positions = held.positions.gather(2, kept)
+        self.blocks = BlockTable(BlockPool(held.keys, held.values, self.block_size), self.rows, tight=True)
+        self.blocks.append(_chosen(held.keys, kept, candidates), _chosen(held.values, kept, candidates))
+        return lambda numbers: torch.cat([numbers.gather(2, kept), numbers[..., candidates:]], dim=2)
+
+    def _scores(self, held: Held) -> Float[Tensor, "rows heads held"]:
         """The policy's scores; sinks above all others, padding below."""
-        held = self._held(keys, values, positions, self.queries.last())
         if self.received is not None:
             held = held._replace(attention=self.received.settle(held))
         visible = self._visible()
         first = 0 if visible is None else visible.int().argmax(1)[:, None, None]
-        scores = self.policy.scores(held).masked_fill(positions < first + self.sink_tokens, torch.inf)
+        scores = self.policy.scores(held).masked_fill(held.positions < first + self.sink_tokens, torch.inf)
         return scores if held.hidden is None else scores.masked_fill(held.hidden, -torch.inf)
 
-    def _held(self, keys: Tensor, values: Tensor, positions: Tensor, queries: Tensor | None) -> Held:
-        """What is known of the tokens held."""
-        visible = self._visible()
-        if visible is None:
-            return Held(keys, values, positions, None, queries, None, self.scale, None)
-        hidden = ~visible[:, None].expand(-1, positions.shape[1], -1).gather(2, positions.long())
-        query_hidden = None if queries is None else ~visible[:, -queries.shape[2] :]
+    def _held(self, queries: Tensor | None) -> Held:
+        """What is held, and what is known of it."""
+        keys, values, hidden = self.states()
+        positions, visible, query_hidden = self.slot_positions(), self._visible(), None
+        if visible is not None:
+            padding = ~visible[:, None].expand(-1, positions.shape[1], -1).gather(2, positions.long())
+            hidden = padding if hidden is None else hidden | padding
+            query_hidden = None if queries is None else ~visible[:, -queries.shape[2] :]
         return Held(keys, values, positions, hidden, queries, query_hidden, self.scale, None)
 
     def _visible(self) -> Bool[Tensor, "rows seen"] | None:
@@ -229,17 +245,31 @@ class EvictedTable:
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def columns_of(self, mask: Tensor, query_heads: int) -> Tensor:
-        """The columns of a mask ``[..., queries, seen]`` that belong to the tokens held, ``[..., queries, held]``."""
-        kept = self.positions.shape[2]
-        if not kept:
+    def states(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Copies of keys and values ``[rows, heads, columns, width]``; which columns hold nothing, or None for none."""
+        return *materialize(self.blocks, 0), None
+
+    def attend(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+    ) -> Float[Tensor, "rows query_heads queries value_width"]:
+        """Attention of `query` over what is held; a mask is over all tokens seen. See `hf_kvcache.attention.attend`."""
+        return attend(self.blocks, 0, query, self.columns_of(mask, query.shape[1]), scale)
+
+    def columns_of(self, mask: Tensor | None, query_heads: int) -> Tensor | None:
+        """The columns of a mask ``[..., queries, seen]`` that belong to what is held, ``[..., queries, columns]``."""
+        positions = self.kept_positions()
+        kept = positions.shape[2]
+        if mask is None or mask.shape[-1] == 1 or not kept:
             return mask
         mask = mask.view(*([1] * (4 - mask.ndim)), *mask.shape)
         tail, past = mask[..., self.tail_begin :], mask[..., : self.tail_begin]
         if mask.dtype == torch.bool and mask.shape[-2] > 1 and bool(past.all()):
             # Without padding: reading the mask once is much cheaper than choosing from it for every query.
             return torch.cat([tail.new_ones(*tail.shape[:-1], kept), tail], dim=-1)
-        chosen = self.positions.long().repeat_interleave(query_heads // self.positions.shape[1], dim=1)
+        chosen = positions.long().repeat_interleave(query_heads // positions.shape[1], dim=1)
         past = past.expand(self.rows, query_heads, -1, -1)
         columns = past.gather(3, chosen[:, :, None].expand(-1, -1, past.shape[2], -1))
         return torch.cat([columns, tail.expand(*columns.shape[:3], -1)], dim=-1)
@@ -261,10 +291,10 @@ class EvictedTable:
         """Forget everything after the first `tokens` tokens, of which none behind `tail_begin` was dropped."""
         if not self.tail_begin <= tokens <= self.tokens:
             raise StateError(f"cannot truncate to {tokens} tokens: {self.tail_begin} to {self.tokens} are held")
-        self.blocks.truncate(self.tokens_held - (self.tokens - tokens))
+        self.blocks.truncate(self.blocks.tokens - (self.tokens - tokens))
         self.queries.truncate(tokens)
         if self.received is not None:
-            self.received.truncate(tokens, self.tokens_held)
+            self.received.truncate(tokens)
         if self.visible is not None:
             self.visible = self.visible[:, :tokens]
         self.tokens = tokens
@@ -273,9 +303,6 @@ class EvictedTable:
         """Nothing: every token of a full-attention layer is seen by later queries."""
         if blocks:
             raise StateError("an evicted history cannot begin behind its first token")
-
-    def _no_positions(self, rows: int, heads: int) -> Tensor:
-        return torch.empty(rows, heads, 0, dtype=_POSITION_DTYPE, device=self.blocks.pool.device)
 
     def check_integrity(self) -> None:
         """Raise StateError unless blocks, positions and lengths agree."""

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..attention import attend, materialize
+from ..attention import materialize
 from ..errors import ConfigError, StateError
 from ..exactness import Exactness
 from ..layer import BlockLayer
@@ -16,6 +16,7 @@ from .band import visible
 from .budget import Budget
 from .evicted_table import EvictedTable
 from .policy import Policy
+from .ragged_table import RaggedTable
 
 
 class EvictingLayer(BlockLayer):
@@ -31,12 +32,20 @@ class EvictingLayer(BlockLayer):
         block_size: Tokens per block, and tokens dropped at a time while decoding.
         sinks: Tokens at the beginning that always stay.
         recent: Tokens at the end that always stay.
+        per_head: Whether the heads of a row share what they keep, instead of keeping equally many tokens each.
     """
 
     watches_first_chunk = True
 
     def __init__(
-        self, policy: Policy, budget: Budget, layers: int = 1, block_size: int = 64, sinks: int = 4, recent: int = 64
+        self,
+        policy: Policy,
+        budget: Budget,
+        layers: int = 1,
+        block_size: int = 64,
+        sinks: int = 4,
+        recent: int = 64,
+        per_head: bool = False,
     ) -> None:
         super().__init__(block_size)
         for name, tokens in (("sinks", sinks), ("recent", recent)):
@@ -47,6 +56,7 @@ class EvictingLayer(BlockLayer):
         self.layers = layers
         self.sinks = sinks
         self.recent = recent
+        self.per_head = per_head
         self._new_tokens = 0
         if budget.fixed_tokens is not None:
             self._check_budget(budget.fixed_tokens)
@@ -83,7 +93,8 @@ class EvictingLayer(BlockLayer):
 
         if self.budget.total_bytes is not None:
             self._check_budget(limit(0))
-        return EvictedTable(key_states, value_states, self.policy, limit, self.block_size, self.sinks, self.recent)
+        kind = RaggedTable if self.per_head else EvictedTable
+        return kind(key_states, value_states, self.policy, limit, self.block_size, self.sinks, self.recent)
 
     def update(
         self,
@@ -135,10 +146,7 @@ class EvictingLayer(BlockLayer):
         """Attention of `query` over what is held; see `hf_kvcache.attention.attend`."""
         if first_token:
             raise StateError(f"an evicting layer is read from its first token on, not from {first_token}")
-        table = self._evicted_table()
-        if mask is not None and mask.shape[-1] > 1:
-            mask = table.columns_of(mask, query.shape[1])
-        return attend(table.blocks, 0, query, mask, scale)
+        return self._evicted_table().attend(query, mask, scale)
 
     def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
         """Contiguous copies of the keys and values from position `first_token` on.
@@ -148,7 +156,7 @@ class EvictingLayer(BlockLayer):
                 history, which an attention of the model's own would read, do not exist.
         """
         table = self._evicted_table()
-        if table.positions.shape[2]:
+        if table.tokens_held < table.tokens:
             raise StateError(
                 f"{table.tokens - table.tokens_held} of {table.tokens} tokens were dropped, and only attention through "
                 "torch's scaled_dot_product_attention can leave them out: load the model with "
@@ -163,13 +171,16 @@ class EvictingLayer(BlockLayer):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """A copy of the keys held, ``[rows, heads, held, width]``; None before the first update."""
-        return None if self.table is None else materialize(self._evicted_table().blocks, 0)[0]
+        """A copy of the keys held, ``[rows, heads, columns, width]``; None before the first update.
+
+        Heads that hold fewer tokens than others have zeros before them.
+        """
+        return None if self.table is None else self._evicted_table().states()[0]
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """A copy of the values held, ``[rows, heads, held, width]``; None before the first update."""
-        return None if self.table is None else materialize(self._evicted_table().blocks, 0)[1]
+        """A copy of the values held, as `keys`; None before the first update."""
+        return None if self.table is None else self._evicted_table().states()[1]
 
     def _evicted_table(self) -> EvictedTable:
         table = self._table()
@@ -181,6 +192,7 @@ class EvictingLayer(BlockLayer):
         """See `BlockLayer.storage`."""
         budget = self.budget.amount
         kept = f"{self.sinks} sinks and {self.recent} recent tokens always held"
+        kept = f"shared by the heads, {kept}" if self.per_head else kept
         return f"evicted by {self.policy.name} to a budget of {budget}, {kept}, blocks of {self.block_size} tokens"
 
 

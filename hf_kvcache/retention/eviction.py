@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..layer import BlockLayer
 from .budget import Amount, Budget
 from .evicting_layer import EvictingLayer
-from .policies import make_policy
+from .policies import POLICIES, make_policy
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,16 @@ class Eviction:
     """Tokens at the beginning of each row, padding aside, that always stay."""
     recent: int = 64
     """Tokens at the end that always stay."""
+    per_head: bool = False
+    """Let the heads of a layer share what they keep, so that one that looks around keeps more; see `RaggedTable`."""
+
+    def __post_init__(self) -> None:
+        policy = make_policy(self.policy)
+        if self.per_head and not policy.compares_heads:
+            able = ", ".join(name for name, kind in POLICIES.items() if kind.compares_heads)
+            raise ConfigError(
+                f"scores of {self.policy!r} do not compare tokens of different heads: per_head goes with {able}"
+            )
 
     @property
     def term(self) -> str:
@@ -51,7 +61,8 @@ class Eviction:
         return self._layer(layer_types.count("full_attention"), history.block_size)
 
     def _layer(self, layers: int, block_size: int) -> EvictingLayer:
-        return EvictingLayer(make_policy(self.policy), Budget(self.budget), layers, block_size, self.sinks, self.recent)
+        policy, budget = make_policy(self.policy), Budget(self.budget)
+        return EvictingLayer(policy, budget, layers, block_size, self.sinks, self.recent, self.per_head)
 
     def options(self) -> dict[str, Any]:
         """The same as options of a specification."""

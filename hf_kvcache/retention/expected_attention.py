@@ -23,6 +23,7 @@ class ExpectedAttention(Policy):
     """
 
     name: ClassVar[str] = "expected_attention"
+    compares_heads: ClassVar[bool] = True
     queries: ClassVar[int] = 64
 
     def scores(self, held: Held) -> Float[Tensor, "rows heads tokens"]:

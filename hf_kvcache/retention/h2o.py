@@ -20,6 +20,7 @@ class H2O(Policy):
     """
 
     name: ClassVar[str] = "h2o"
+    compares_heads: ClassVar[bool] = True
     wants_attention: ClassVar[bool] = True
 
     def scores(self, held: Held) -> Float[Tensor, "rows heads tokens"]:

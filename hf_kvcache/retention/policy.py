@@ -44,6 +44,8 @@ class Policy(ABC):
     """How many of the last queries it looks at."""
     wants_attention: ClassVar[bool] = False
     """Whether it looks at the attention that tokens have received."""
+    compares_heads: ClassVar[bool] = False
+    """Whether scores of different heads compare, as shares of the attention of equally many queries do."""
 
     @abstractmethod
     def scores(self, held: Held) -> Float[Tensor, "rows heads tokens"]:

@@ -29,7 +29,6 @@ class RecentQueries:
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
         self._chunks: list[_Chunk] = []
-        self._begin = 0
 
     @property
     def nbytes(self) -> int:
@@ -43,12 +42,11 @@ class RecentQueries:
 
     @property
     def end(self) -> int:
-        """One past the position of the last query; where none is held, that of the last one let go."""
-        return self._chunks[-1].end if self._chunks else self._begin
+        """One past the position of the last query; 0 if there is none."""
+        return self._chunks[-1].end if self._chunks else 0
 
-    def clear(self, end: int | None = None) -> None:
-        """Let go of all queries, the last of which was that before position `end`; None where they tell."""
-        self._begin = self.end if end is None else end
+    def clear(self) -> None:
+        """Let go of all queries."""
         self._chunks = []
 
     def add(self, states: Float[Tensor, "rows query_heads queries width"], end: int, forget: bool) -> None:
@@ -100,4 +98,3 @@ class RecentQueries:
             if excess < states.shape[2]:
                 kept.append(_Chunk(end - excess, states[:, :, : states.shape[2] - excess]))
         self._chunks = kept
-        self._begin = min(self._begin, tokens)

@@ -7,10 +7,10 @@ for 64 decoded tokens as for one. Between, queries wait, so that those of a reje
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from .policy import Held
@@ -28,6 +28,7 @@ class ReceivedAttention:
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
+        self._end = 0
         self._waiting = RecentQueries(_ALL)
 
     @property
@@ -38,7 +39,7 @@ class ReceivedAttention:
     @property
     def end(self) -> int:
         """One past the position of the last query seen; 0 if there was none."""
-        return self._waiting.end
+        return self._waiting.end or self._end
 
     @property
     def is_full(self) -> bool:
@@ -68,27 +69,32 @@ class ReceivedAttention:
         for part in () if queries is None else queries.split(_SLICE_QUERIES, dim=2):
             seen += part.shape[2]
             sums[..., :seen] += attention_weights(_up_to(held, seen, part)).sum((2, 3))
-        self._sums = sums
+        self._sums, self._end = sums, self.end
         self._waiting.clear()
         return sums
 
-    def keep(self, kept: Int[Tensor, "rows heads kept"], candidates: int) -> None:
-        """Of the first `candidates` tokens keep these, and all behind them."""
+    def rearrange(
+        self, arranged: Callable[[Float[Tensor, "rows heads tokens"]], Float[Tensor, "rows heads tokens_after"]]
+    ) -> None:
+        """Follow an eviction, of which `arranged` tells where the tokens are now."""
         if self._sums is not None:
-            self._sums = torch.cat([self._sums.gather(2, kept), self._sums[..., candidates:]], dim=2)
+            self._sums = arranged(self._sums)
 
     def select(self, rows: Sequence[int]) -> None:
         """Make row i a copy of old row ``rows[i]``."""
         self._sums = None if self._sums is None else self._sums[list(rows)]
         self._waiting.select(rows)
 
-    def truncate(self, tokens: int, tokens_held: int) -> None:
-        """Forget what lies behind the first `tokens` tokens, of which `tokens_held` are held.
+    def truncate(self, tokens: int) -> None:
+        """Forget what lies behind the first `tokens` tokens.
 
         Queries whose weights were added up already have given them to the tokens before.
         """
         self._waiting.truncate(tokens)
-        self._sums = None if self._sums is None else self._sums[..., :tokens_held]
+        excess = max(self._end - tokens, 0)
+        if self._sums is not None and excess:
+            self._sums = self._sums[..., : self._sums.shape[2] - excess]
+        self._end -= excess
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
@@ -98,9 +104,9 @@ class ReceivedAttention:
     def recall(self, tensors: Mapping[str, Tensor], tokens: int) -> None:
         """Take over what another record of as many tokens held."""
         self._sums = tensors.get("received")
-        self._waiting.clear(tokens)
         if "waiting" in tensors:
             self._waiting.recall(tensors["waiting"], tokens)
+        self._end = tokens - self._waiting.count
 
 
 def _up_to(held: Held, tokens: int, queries: Tensor) -> Held:

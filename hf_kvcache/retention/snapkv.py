@@ -22,6 +22,7 @@ class SnapKV(Policy):
     """
 
     name: ClassVar[str] = "snapkv"
+    compares_heads: ClassVar[bool] = True
     queries: ClassVar[int] = 32
 
     def scores(self, held: Held) -> Float[Tensor, "rows heads tokens"]:
