@@ -1,7 +1,7 @@
 """Cache strategies for Hugging Face Transformers: one history, kept, shared, moved, encoded or dropped."""
 
 from .cache import KVCache, Memory
-from .caches import EvictingCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from .caches import EvictingCache, OffloadedCache, PagedCache, QuantizedCache, QuestCache, SlidingWindowCache
 from .errors import (
     ConfigError,
     EvaluationError,
@@ -29,6 +29,7 @@ __all__ = [
     "PrefixSharedCache",
     "PrefixStore",
     "QuantizedCache",
+    "QuestCache",
     "SlidingWindowCache",
     "SpecError",
     "StateError",

@@ -73,7 +73,7 @@ class KVCache(DynamicCache):
         fused: Attend over the blocks where they lie. False returns real tensors to the model: bitwise the results of
             transformers' dynamic cache, and its copy of the history for every token.
         quantization: How full-attention layers encode what has left their recent window; None keeps it as it is.
-        retention: Which tokens full-attention layers drop; None keeps all.
+        retention: Which tokens full-attention layers drop or leave unread; None keeps and reads all.
         residency: How much stays on the device and where the rest goes; None keeps everything there.
 
     Raises:

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from .cache import KVCache
 from .quantized import Quantization
 from .residency import Residency
-from .retention import Eviction, Window
+from .retention import Eviction, Quest, Window
 from .retention.budget import Amount
 
 
@@ -222,3 +222,37 @@ class EvictingCache(KVCache):
         block_size: int = 64,
     ) -> None:
         super().__init__(config, block_size=block_size, retention=Eviction(policy, budget, sinks, recent, per_head))
+
+
+class QuestCache(KVCache):
+    """The whole history, of which a decoded token reads few blocks: time falls, memory does not.
+
+    On layers with full attention each head reads the blocks whose keys may match its query best, by the least and
+    largest number of every channel, and the newest two. Nothing is lost: what one token leaves unread, the next may
+    read. Prompts and drafts read everything, and so do attention implementations other than torch's
+    ``scaled_dot_product_attention``.
+
+    Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (arXiv 2406.10774).
+
+    Args:
+        config: The model's config.
+        budget: The share of the full blocks that a decoded token reads.
+        block_size: Tokens per block. Smaller blocks have closer bounds, and more of them.
+
+    Raises:
+        ConfigError: No share of the blocks.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from hf_kvcache import QuestCache
+        >>> model = LlamaForCausalLM(LlamaConfig(
+        ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
+        >>> cache = QuestCache(model.config, budget=0.2)
+        >>> text = model.generate(torch.randint(3, 50, (1, 400)), past_key_values=cache, max_new_tokens=5)
+        >>> cache.memory().tokens_held == cache.get_seq_length()
+        True
+    """
+
+    def __init__(self, config: PreTrainedConfig, budget: float = 0.1, block_size: int = 16) -> None:
+        super().__init__(config, block_size=block_size, retention=Quest(budget))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from transformers import PreTrainedConfig
 
 from .cache import KVCache
-from .caches import EvictingCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from .caches import EvictingCache, OffloadedCache, PagedCache, QuantizedCache, QuestCache, SlidingWindowCache
 from .errors import SpecError
 
 # The "+disk:" of a residency such as host:4GiB+disk:FOLDER is not the beginning of a term.
@@ -27,12 +27,13 @@ STRATEGIES: dict[str, type[Any]] = {
     "quantized": QuantizedCache,
     "window": SlidingWindowCache,
     "evicting": EvictingCache,
+    "quest": QuestCache,
 }
 """Every cache a specification can name."""
 
 FREEDOMS = {
     "quantization": "how blocks are kept",
-    "retention": "which tokens are kept",
+    "retention": "which tokens are kept or read",
     "residency": "where blocks lie",
 }
 """What there is to choose: arguments of `KVCache`, in words. A cache without any of these choices keeps blocks as they

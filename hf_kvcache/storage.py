@@ -3,9 +3,10 @@
 Tensors: the arenas of layer N, ``layer.N.raw.0`` (keys) and ``layer.N.raw.1`` (values) of a paged layer, axes (heads,
 slots, width), the slots being those of the blocks in use, block after block; of a quantized one also ``sinks`` and
 ``encoded``, and what its codecs learned; of an evicting one the ``positions`` of its tokens, what its heads keep in
-different numbers (``kept``), and what its policy has seen; ``token_ids`` and ``last_positions`` where they are known.
-Metadata: format, version, the model's fingerprint, how the cache was built, and the tables as JSON. A SHA-256 over
-everything guards against truncation and altered bytes. Nothing is ever unpickled.
+different numbers (``kept``), and what its policy has seen; of one that chooses what it reads the ``bounds`` of its
+blocks; ``token_ids`` and ``last_positions`` where they are known. Metadata: format, version, the model's fingerprint,
+how the cache was built, and the tables as JSON. A SHA-256 over everything guards against truncation and altered bytes.
+Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .errors import KVCacheError, StateError, StorageError
 from .fingerprint import model_fingerprint, tensor_bytes
 from .layer import BlockLayer, layer_tensors
 from .quantized import QuantizedLayer, QuantizedTable
-from .retention import EvictedTable, EvictingLayer, SinkTable, WindowLayer
+from .retention import EvictedTable, EvictingLayer, QuestLayer, QuestTable, SinkTable, WindowLayer
 from .spec import build_cache, cache_spec
 
 _FORMAT = "hf_kvcache"
@@ -128,6 +129,9 @@ def _store_history(history: History, name: str, tensors: dict[str, Tensor]) -> d
         tensors |= {f"{name}.{key}": tensor.cpu().contiguous() for key, tensor in history.tensors.items()}
         stored = {"tokens": history.tokens, "tail_begin": history.tail_begin, "scale": history.scale}
         return {"raw": _store_table(history.blocks, f"{name}.raw", tensors), **stored}
+    if isinstance(history, QuestTable):
+        bounds = _store_table(history.bounds, f"{name}.bounds", tensors)
+        return {"raw": _store_table(history.blocks, f"{name}.raw", tensors), "bounds": bounds}
     raise StateError(f"a {type(history).__name__} has no file format")
 
 
@@ -172,6 +176,11 @@ def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str,
         _restore_table(layer.table.blocks, stored["raw"], "raw", parts)
         layer.table.resume(stored["tokens"], stored["tail_begin"], stored["scale"], parts)
         return layer.table
+    if isinstance(layer, QuestLayer):
+        bounded = layer.new_table(keys, values)
+        _restore_table(bounded.blocks, stored["raw"], "raw", parts)
+        _restore_table(bounded.bounds, stored["bounds"], "bounds", parts)
+        return bounded
     if not isinstance(layer, QuantizedLayer):
         table = BlockTable(BlockPool(keys, values, layer.block_size), rows)
         _restore_table(table, stored["raw"], "raw", parts)

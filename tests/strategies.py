@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import pytest
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from hf_kvcache import EvictingCache, KVCache, OffloadedCache, PagedCache, QuantizedCache, SlidingWindowCache
+from hf_kvcache import (
+    EvictingCache,
+    KVCache,
+    OffloadedCache,
+    PagedCache,
+    QuantizedCache,
+    QuestCache,
+    SlidingWindowCache,
+)
 
 # transformers renamed the argument between 5.20 and 5.24.
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -68,6 +76,12 @@ STRATEGIES = [
         "evicting-all-kept",
         "evicting:policy=keydiff,budget=1.0,sinks=2,recent=3,block_size=4",
         lambda config: EvictingCache(config, policy="keydiff", budget=1.0, sinks=2, recent=3, block_size=4),
+        "rounding",
+    ),
+    Strategy(
+        "quest-all-read",
+        "quest:budget=1.0,block_size=4",
+        lambda config: QuestCache(config, budget=1.0, block_size=4),
         "rounding",
     ),
     Strategy(

@@ -175,6 +175,12 @@ def _pieces(table: BlockTable, first_token: int) -> Iterator[_Piece]:
             yield _Piece(None, begin, end, keys[:, :, cut], values[:, :, cut])
 
 
+def read_states(table: BlockTable, first_token: int) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[rows, heads, tokens, width]`` from `first_token` on: views if possible, else copies."""
+    stride = table.uniform_stride()
+    return materialize(table, first_token) if stride is None else _batch_view(table, first_token, stride)
+
+
 def pieces(table: BlockTable, first_token: int) -> list[Piece]:
     """The tokens of `table` from position `first_token` on, for `attend_streaming`, read in place where they can be.
 

@@ -6,6 +6,9 @@ from .evicting_layer import EvictingLayer
 from .eviction import Eviction
 from .policies import POLICIES
 from .policy import Held, Policy
+from .quest import Quest
+from .quest_layer import QuestLayer
+from .quest_table import QuestTable
 from .ragged_table import RaggedTable
 from .sinks import SinkTable
 from .window import Window
@@ -18,6 +21,9 @@ __all__ = [
     "Eviction",
     "Held",
     "Policy",
+    "Quest",
+    "QuestLayer",
+    "QuestTable",
     "RaggedTable",
     "Retention",
     "SinkTable",

@@ -1,4 +1,4 @@
-"""What a cache needs of a policy that drops tokens."""
+"""What a cache needs of a choice of the tokens that are kept or read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..layer import BlockLayer
 
 @runtime_checkable
 class Retention(Protocol):
-    """How full-attention layers drop what they are not going to read again."""
+    """How full-attention layers drop tokens, or leave them unread."""
 
     @property
     def term(self) -> str:
