@@ -8,7 +8,7 @@ from .cache import KVCache
 from .quantized import Quantization
 from .residency import Residency
 from .retention import Eviction, Quest, Window
-from .retention.budget import Amount
+from .retention.budget import Amount, Recent
 
 
 class PagedCache(KVCache):
@@ -191,7 +191,7 @@ class EvictingCache(KVCache):
         budget: How much stays of each row. A float up to 1.0: a share of the tokens seen. An int: tokens. A size such
             as "64MiB": bytes of all layers that evict, for the rows of the first batch.
         sinks: Tokens at the beginning of each row, padding aside, that always stay.
-        recent: Tokens at the end that always stay.
+        recent: Tokens at the end that always stay; a float below 1.0 is their share of the budget.
         per_head: Let the heads of a layer share what they keep, so that one that looks around keeps more. For policies
             whose scores compare heads: snapkv, h2o, expected_attention.
         block_size: Tokens per block, and tokens that go at a time while decoding.
@@ -217,7 +217,7 @@ class EvictingCache(KVCache):
         policy: str = "keydiff",
         budget: Amount = 0.5,
         sinks: int = 4,
-        recent: int = 64,
+        recent: Recent = 0.5,
         per_head: bool = False,
         block_size: int = 64,
     ) -> None:

@@ -31,8 +31,8 @@ HEADS, GROUPS, WIDTH, BLOCK, SINKS, RECENT = 2, 3, 8, 4, 2, 5
 LEAST = SINKS + RECENT + BLOCK
 
 
-def layer(policy: str = "knorm", budget: Amount = 20, per_head: bool = False) -> EvictingLayer:
-    return EvictingLayer(make_policy(policy), Budget(budget), 1, BLOCK, SINKS, RECENT, per_head)
+def layer(policy: str = "knorm", budget: Amount = 20, per_head: bool = False, recent: float = RECENT) -> EvictingLayer:
+    return EvictingLayer(make_policy(policy), Budget(budget), 1, BLOCK, SINKS, recent, per_head)
 
 
 def states(tokens: int, rows: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,10 +126,13 @@ class Evictions(RuleBasedStateMachine):
         padding=st.integers(0, 9),
         recording=st.booleans(),
         per_head=st.booleans(),
+        recent=st.sampled_from([RECENT, 0.3]),
     )
-    def begin(self, rows: int, budget: float, seed: int, padding: int, recording: bool, per_head: bool) -> None:
-        self.layer = layer("knorm", budget, per_head)
-        self.per_head = per_head
+    def begin(
+        self, rows: int, budget: float, seed: int, padding: int, recording: bool, per_head: bool, recent: float
+    ) -> None:
+        self.layer = layer("knorm", budget, per_head, recent)
+        self.per_head, self.recent = per_head, recent
         self.budget = budget
         self.generator = torch.Generator().manual_seed(seed)
         self.plain = [PlainRow() for _ in range(rows)]
@@ -147,10 +150,12 @@ class Evictions(RuleBasedStateMachine):
 
     def evict(self) -> None:
         limit = math.ceil(self.budget * self.seen) if isinstance(self.budget, float) else self.budget
-        limit = max(limit, LEAST)
+        least = LEAST if self.recent == RECENT else math.ceil((SINKS + BLOCK) / (1 - self.recent))
+        limit = max(limit, least)
         if sum(map(len, self.plain[0].held)) <= limit * HEADS:
             return
-        self.tail_begin = max(self.tail_begin, self.seen - RECENT)
+        recent = RECENT if self.recent == RECENT else int(self.recent * limit)
+        self.tail_begin = max(self.tail_begin, self.seen - recent)
         for row in self.plain:
             row.evict(limit - BLOCK, self.tail_begin, self.per_head)
 
@@ -625,9 +630,10 @@ def test_saved_and_loaded_goes_on_bit_for_bit(policy: str, tmp_path: Path) -> No
         ({"budget": 1.5}, "share"),
         ({"budget": "a lot"}, "64MiB"),
         ({"budget": 0}, "leaves no choice"),
-        ({"budget": 131}, "132 together"),
+        ({"budget": 135}, "takes 136"),
         ({"sinks": -1}, "sinks"),
         ({"recent": -1}, "recent"),
+        ({"recent": 1.0}, "below 1.0"),
         ({"block_size": 0}, "block_size"),
     ],
 )

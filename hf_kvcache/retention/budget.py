@@ -12,6 +12,9 @@ from ..units import parse_bytes
 Amount: TypeAlias = float | int | str
 """A float up to 1.0: a share of the tokens seen. An int: tokens. A size such as "64MiB": bytes."""
 
+Recent: TypeAlias = float | int
+"""Tokens at the end that always stay. An int: tokens. A float below 1.0: that share of the budget."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -69,3 +72,14 @@ class Budget:
             return self.amount
         # Whole blocks, and room for the token that comes before the next eviction.
         return int(row_bytes // (token_bytes * block_size)) * block_size - 1
+
+
+def recent_tokens(recent: Recent, allowed: int) -> int:
+    """Tokens at the end that always stay, where so many may be held."""
+    return recent if isinstance(recent, int) else int(recent * allowed)
+
+
+def least_tokens(sinks: int, recent: Recent, block_size: int) -> int:
+    """The smallest budget that leaves a choice: an eviction goes one block below it, and sinks and recent stay."""
+    others = sinks + block_size
+    return others + recent if isinstance(recent, int) else math.ceil(others / (1 - recent))

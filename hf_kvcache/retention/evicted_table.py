@@ -19,6 +19,7 @@ from torch import Tensor
 from ..attention import attend, materialize
 from ..blocks import BlockPool, BlockTable, Usage
 from ..errors import StateError
+from .budget import Recent, least_tokens, recent_tokens
 from .policy import Held, Policy
 from .queries import RecentQueries
 from .received import ReceivedAttention
@@ -36,7 +37,7 @@ class EvictedTable:
         limit: The most tokens of each row that may be held, by the length of the history.
         block_size: Tokens per block, and tokens by which an eviction goes below the limit, so that it is rare.
         sinks: Tokens at the beginning of each row, padding aside, that always stay.
-        recent: Tokens at the end that always stay.
+        recent: Tokens at the end that always stay, or their share of the limit.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class EvictedTable:
         limit: Callable[[int], int],
         block_size: int,
         sinks: int,
-        recent: int,
+        recent: Recent,
     ) -> None:
         self.policy = policy
         self.limit = limit
         self.block_size = block_size
         self.sink_tokens = sinks
-        self.recent_tokens = recent
+        self.recent = recent
         self.tokens = 0
         """Tokens seen."""
         self.blocks = BlockTable(BlockPool(keys, values, block_size), keys.shape[0], tight=True)
@@ -92,11 +93,12 @@ class EvictedTable:
     @property
     def is_due(self) -> bool:
         """Whether more is held than may be."""
-        return self.tokens_held > max(self.limit(self.tokens), self._least)
+        return self.tokens_held > self._allowed
 
     @property
-    def _least(self) -> int:
-        return self.sink_tokens + self.recent_tokens + self.block_size
+    def _allowed(self) -> int:
+        """Tokens of each row that may be held now."""
+        return max(self.limit(self.tokens), least_tokens(self.sink_tokens, self.recent, self.block_size))
 
     def usage(self) -> Usage:
         """Bytes held now. Positions, queries and padding count as scales: what reading and choosing need besides."""
@@ -183,8 +185,8 @@ class EvictedTable:
         Raises:
             StateError: Keys and values have different numbers of heads, so that they cannot be chosen head by head.
         """
-        target = max(self.limit(self.tokens), self._least) - self.block_size
-        begin = max(self.tokens - self.recent_tokens, self.tail_begin)
+        target = self._allowed - self.block_size
+        begin = max(self.tokens - recent_tokens(self.recent, self._allowed), self.tail_begin)
         recent = self.tokens - begin
         candidates = self.tokens_held - recent
         if target - recent >= candidates:

@@ -13,7 +13,7 @@ from ..errors import ConfigError, StateError
 from ..exactness import Exactness
 from ..layer import BlockLayer
 from .band import visible
-from .budget import Budget
+from .budget import Budget, Recent, least_tokens
 from .evicted_table import EvictedTable
 from .policy import Policy
 from .ragged_table import RaggedTable
@@ -31,7 +31,7 @@ class EvictingLayer(BlockLayer):
         layers: Layers that share the budget, where it is a size.
         block_size: Tokens per block, and tokens dropped at a time while decoding.
         sinks: Tokens at the beginning that always stay.
-        recent: Tokens at the end that always stay.
+        recent: Tokens at the end that always stay, or their share of the budget.
         per_head: Whether the heads of a row share what they keep, instead of keeping equally many tokens each.
     """
 
@@ -44,13 +44,15 @@ class EvictingLayer(BlockLayer):
         layers: int = 1,
         block_size: int = 64,
         sinks: int = 4,
-        recent: int = 64,
+        recent: Recent = 64,
         per_head: bool = False,
     ) -> None:
         super().__init__(block_size)
         for name, tokens in (("sinks", sinks), ("recent", recent)):
             if tokens < 0:
                 raise ConfigError(f"{name} is a number of tokens, at least 0, got {tokens}")
+        if isinstance(recent, float) and recent >= 1.0:
+            raise ConfigError(f"recent is a number of tokens, or a share of the budget below 1.0, got {recent}")
         self.policy = policy
         self.budget = budget
         self.layers = layers
@@ -69,12 +71,15 @@ class EvictingLayer(BlockLayer):
         return Exactness("approximate", f"tokens of full-attention layers are dropped: {self.storage()}")
 
     def _check_budget(self, tokens: int) -> None:
-        least = self.sinks + self.recent + self.block_size
+        least = least_tokens(self.sinks, self.recent, self.block_size)
         if tokens < least:
             raise ConfigError(
-                f"a budget of {tokens} tokens leaves no choice: {self.sinks} sinks, {self.recent} recent tokens and a "
-                f"block of {self.block_size} are always held, {least} together. Raise it, or lower one of these"
+                f"a budget of {tokens} tokens leaves no choice: {self.sinks} sinks, {self._recent()} and a block of "
+                f"{self.block_size} are always held, which takes {least}. Raise it, or lower one of these"
             )
+
+    def _recent(self) -> str:
+        return f"{self.recent} recent tokens" if isinstance(self.recent, int) else f"a share of {self.recent} recent"
 
     def new_table(self, key_states: Tensor, value_states: Tensor) -> EvictedTable:
         """An empty history for states like these samples ``[rows, heads, any, width]``.
@@ -191,7 +196,7 @@ class EvictingLayer(BlockLayer):
     def storage(self) -> str:
         """See `BlockLayer.storage`."""
         budget = self.budget.amount
-        kept = f"{self.sinks} sinks and {self.recent} recent tokens always held"
+        kept = f"{self.sinks} sinks and {self._recent()} always held"
         kept = f"shared by the heads, {kept}" if self.per_head else kept
         return f"evicted by {self.policy.name} to a budget of {budget}, {kept}, blocks of {self.block_size} tokens"
 

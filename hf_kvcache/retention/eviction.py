@@ -10,7 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..errors import ConfigError
 from ..layer import BlockLayer
-from .budget import Amount, Budget
+from .budget import Amount, Budget, Recent
 from .evicting_layer import EvictingLayer
 from .policies import POLICIES, make_policy
 
@@ -29,8 +29,8 @@ class Eviction:
     """See `Budget`."""
     sinks: int = 4
     """Tokens at the beginning of each row, padding aside, that always stay."""
-    recent: int = 64
-    """Tokens at the end that always stay."""
+    recent: Recent = 0.5
+    """Tokens at the end that always stay, or their share of the budget."""
     per_head: bool = False
     """Let the heads of a layer share what they keep, so that one that looks around keeps more; see `RaggedTable`."""
 
