@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StorageError
+from .buffer import Buffer
 from .records import Record
 from .tier import ReadError
 
@@ -29,40 +30,6 @@ if TYPE_CHECKING:
 
 # Bytes that travel through one landing place in the processor's cache, where their checksums are taken.
 _LANDING_BYTES = 1 << 20
-
-
-class Buffer:
-    """Arenas of one layer, filled with its blocks."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self.tensors: list[Tensor] = []
-        self.clear()
-
-    def clear(self) -> None:
-        """Hold nothing; the memory stays."""
-        # Weak, so that a cache that is no longer used is gone at once, with its files.
-        self.owner: weakref.ref[LowerArenas] | None = None
-        self.capacity_blocks = 0
-        self.contents: Mapping[int, Record] = {}
-        self.version = -1
-        self.near_version = -1
-
-    def assign(self, store: LowerArenas) -> None:
-        """Lay arenas out for a layer."""
-        self.clear()
-        size, device = store.layout.arena_bytes(store.capacity_blocks), store.samples[0].device
-        if self.memory.nbytes < size or self.memory.device != device:
-            self.tensors, self.memory = [], torch.empty(0)  # given back before more is taken
-            # Made in inference mode, it could not be written outside it.
-            with torch.inference_mode(False):
-                self.memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self.tensors = store.layout.arenas(self.memory, store.capacity_blocks)
-        self.owner, self.capacity_blocks = weakref.ref(store), store.capacity_blocks
-
-    def fits(self, store: LowerArenas) -> bool:
-        """Whether the arenas are those of this layer, as it is now."""
-        return self.owner is not None and self.owner() is store and self.capacity_blocks == store.capacity_blocks
 
 
 class Reader:
@@ -75,7 +42,7 @@ class Reader:
         self._stores: list[weakref.ref[LowerArenas]] = []
         self._arriving: Future[None] | None = None
         """The filling of `other`, while it goes on."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hf_kvcache-reader")
+        self._thread = _one_thread()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
         """A copy of a cache reads into buffers of its own."""
@@ -113,7 +80,7 @@ class Reader:
             StorageError: A block cannot be read, or is not what was written; nothing is handed out.
         """
         buffer = self.current
-        if buffer.version == store.version and buffer.near_version == store.near_version and buffer.fits(store):
+        if buffer.version == store.version and buffer.near_version == store.near.version and buffer.fits(store):
             return buffer.tensors
         if not buffer.fits(store):
             self._wait()
@@ -124,9 +91,9 @@ class Reader:
         if buffer.version != store.version:
             self._complete(buffer, store)
         self._before_use()
-        if buffer.near_version != store.near_version:
-            store.bring_near(buffer.tensors)
-            buffer.near_version = store.near_version
+        if buffer.near_version != store.near.version:
+            store.near.lay_into(buffer.tensors)
+            buffer.near_version = store.near.version
         self._read_ahead(store)
         return buffer.tensors
 
@@ -153,7 +120,12 @@ class Reader:
         self.other.assign(following)
         self._before_filling()
         wanted = dict(following.records)
-        self._arriving = self._thread.submit(self._fill, self.other, following, wanted, following.version)
+        try:
+            self._arriving = self._thread.submit(self._fill, self.other, following, wanted, following.version)
+        except RuntimeError:
+            # There is no memory for a thread. What waits for one must never run, the buffer may be another layer's by
+            # then; the layer is read when it is asked for.
+            self._thread = _one_thread()
 
     def _fill(self, buffer: Buffer, store: LowerArenas, wanted: Mapping[int, Record], version: int) -> None:
         try:
@@ -194,3 +166,7 @@ class Reader:
 
     def _before_use(self) -> None:
         """What the device is asked to do from now on must not overtake what has been fetched so far."""
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="hf_kvcache-reader")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .reader import Buffer, Reader
+from .buffer import Buffer
+from .reader import Reader
 from .records import Record
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcache import OffloadedCache, PagedCache, StorageError
 from hf_kvcache.residency import placement
+from hf_kvcache.residency.buffer import Buffer
 from hf_kvcache.residency.disk import DiskRegion
 from hf_kvcache.residency.stream import StreamReader
 
@@ -75,8 +77,9 @@ def refuse(call: Callable[..., int], code: int, after: int = 0) -> Callable[...,
     return refused
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
-@pytest.mark.parametrize("after", [0, 3, 7])
+@pytest.mark.parametrize(
+    ("code", "after"), [(errno.ENOSPC, 0), (errno.ENOSPC, 7), (errno.EDQUOT, 3), (errno.EFBIG, 5), (errno.EIO, 3)]
+)
 def test_disk_full_in_mid_generation(code: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", torch.float32)
     cache = offloaded(model, tmp_path)
@@ -145,6 +148,42 @@ def test_read_error_of_the_thread_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert failed
 
 
+def test_no_memory_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are read when they are asked for, and nothing of what waited for the thread runs once there is one."""
+    model, cache = filled(tmp_path)
+    refused = []
+
+    def refuses(thread: threading.Thread) -> None:
+        refused.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuses)
+        check_goes_on(model, cache)
+        cache.crop(prompt().shape[1] - cache.get_seq_length())
+    assert len(refused) > 3
+    check_goes_on(model, cache)
+
+
+@pytest.mark.parametrize("fails_at", range(5))
+def test_no_memory_for_a_read_buffer(fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, after which the pass can be taken back and the generation goes on."""
+    model, cache = filled(tmp_path)
+    assign, calls = Buffer.assign, itertools.count()
+
+    def assigned(buffer: Buffer, store: Any) -> None:
+        if next(calls) == fails_at:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        assign(buffer, store)
+
+    monkeypatch.setattr(Buffer, "assign", assigned)
+    with pytest.raises(RuntimeError, match="allocate"):
+        check_goes_on(model, cache)
+    cache.recover()
+    cache.crop(prompt().shape[1] - cache.get_seq_length())
+    check_goes_on(model, cache)
+
+
 def test_calls_that_do_less_than_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda file, view, offset: PWRITE(file, view[:100], offset))
     monkeypatch.setattr(os, "preadv", lambda file, views, offset: PREADV(file, [views[0][:70]], offset))
@@ -160,7 +199,7 @@ def test_file_cut_short(layer: int, tmp_path: Path) -> None:
         generate(model, cache, **cache.continuation(prompt(tokens=3, seed=1)))
 
 
-@pytest.mark.parametrize("byte", [0, 1, 511, 512, 1023, 2000, 5 * 512 - 1])
+@pytest.mark.parametrize("byte", [0, 511, 1023, 5 * 512 - 1])
 def test_one_bit_flipped(byte: int, tmp_path: Path) -> None:
     model, cache = filled(tmp_path)
     file = region(cache, 1).file.fileno()
@@ -257,7 +296,7 @@ class Streams:
         return Named()
 
 
-@pytest.mark.parametrize("mode", ["greedy", "beams", "prompt_lookup", "padded_batch"])
+@pytest.mark.parametrize("mode", ["beams", "prompt_lookup"])
 def test_pinned_memory_and_a_side_stream(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits; no copy before its stream has waited for the model, no use before the model has for the copy."""
     streams = Streams()
