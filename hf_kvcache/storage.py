@@ -63,7 +63,7 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: PreTrainedModel)
         "model": model_fingerprint(model),
         "cache": json.dumps({"spec": cache_spec(cache), "layers": tables}),
     }
-    metadata["sha256"] = _checksum(metadata, tensors)
+    metadata["sha256"] = checksum(metadata, tensors)
     temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata)
@@ -87,14 +87,14 @@ def load_cache(kind: Any, path: str | os.PathLike[str], model: PreTrainedModel) 
         raise StorageError(f"{name} holds no cache of this library")
     if metadata.get("version") != _VERSION:
         raise StorageError(f"{name} has format version {metadata.get('version')}; this release reads {_VERSION}")
-    if metadata.get("sha256") != _checksum(metadata, tensors):
+    if metadata.get("sha256") != checksum(metadata, tensors):
         raise StorageError(f"{name} was altered: its checksum does not match. Compute the history again")
     if metadata["model"] != model_fingerprint(model):
         raise StorageError(
             f"{name} belongs to another model (config or weights differ); it must not be used with this one"
         )
     description = json.loads(metadata["cache"])
-    devices = _layer_devices(model)
+    devices = layer_devices(model)
     try:
         cache = build_cache(model.config, description["spec"])
         for index, stored in description["layers"].items():
@@ -248,7 +248,8 @@ def _read(name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise StorageError(f"cannot read a cache from {name}: {error}") from error
 
 
-def _checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
+def checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
+    """SHA-256 (hex) over all metadata but itself, and over name, dtype, shape and bytes of every tensor."""
     digest = hashlib.sha256()
     fields = {key: value for key, value in metadata.items() if key != "sha256"}
     digest.update(json.dumps(fields, sort_keys=True).encode())
@@ -259,7 +260,7 @@ def _checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
+def layer_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """Where each decoder layer lives, by its number in the parameter names."""
     devices: dict[int, torch.device] = {}
     for name, parameter in model.named_parameters():

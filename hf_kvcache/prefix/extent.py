@@ -36,14 +36,18 @@ class Extent:
 
     def span(self, begin: int, end: int, block_size: int) -> list[States]:
         """Views of blocks `begin` to `end` in every layer."""
-        tokens = slice(begin * block_size, end * block_size)
-        return [(keys[:, tokens], values[:, tokens]) for keys, values in self.layers]
+        return cut(self.layers, slice(begin * block_size, end * block_size))
 
     def shorten(self, blocks: int, block_size: int) -> None:
         """Keep the first `blocks` blocks, copied, so that the rest of the memory is given back."""
         with torch.inference_mode(False):
             self.layers = [(keys.clone(), values.clone()) for keys, values in self.span(0, blocks, block_size)]
         self.blocks = blocks
+
+
+def cut(layers: Sequence[States], tokens: slice) -> list[States]:
+    """Views of some tokens in every layer."""
+    return [(keys[:, tokens], values[:, tokens]) for keys, values in layers]
 
 
 def join(extents: Sequence[Extent]) -> Extent:

@@ -21,7 +21,9 @@ from ..fingerprint import model_fingerprint, tensor_bytes
 
 FORMAT_VERSION = "1"
 
-_SHAREABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "dummy")
+_SHAREABLE_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+# Layers that read another one's history, or have none.
+_EMPTY_LAYER_TYPES = ("dummy",)
 
 # Rotary embeddings whose frequencies change with the length of the text: keys then depend on what follows them.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -49,7 +51,7 @@ def require_shareable(config: PreTrainedConfig) -> None:
     if getattr(decoder, "use_bidirectional_attention", None):
         raise ConfigError("this model attends in both directions, so a prefix depends on what follows it")
     for index, kind in enumerate(get_layer_types_and_kwargs(decoder)[0]):
-        if kind not in _SHAREABLE_LAYER_TYPES:
+        if kind not in _SHAREABLE_LAYER_TYPES + _EMPTY_LAYER_TYPES:
             raise ConfigError(
                 f"layer {index} ({kind}) keeps a state that is not made of tokens, and cannot be taken up in the "
                 "middle of a text: a prefix of this model cannot be shared. Use a PagedCache"
@@ -61,6 +63,12 @@ def require_shareable(config: PreTrainedConfig) -> None:
                 f"rotary embeddings of type {part['rope_type']!r} change with the length of the text, so keys of a "
                 "prefix cannot be shared. Use a PagedCache"
             )
+
+
+def shareable_layers(config: PreTrainedConfig) -> list[int]:
+    """The numbers of the layers that keep keys and values."""
+    kinds = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
+    return [index for index, kind in enumerate(kinds) if kind in _SHAREABLE_LAYER_TYPES]
 
 
 def has_window(config: PreTrainedConfig) -> bool:

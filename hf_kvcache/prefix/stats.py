@@ -32,3 +32,8 @@ class Stats(NamedTuple):
     """Bytes of states by tier."""
     capacity_bytes: dict[str, int]
     """What each tier holds at most."""
+    loaded_tokens: int
+    """Of the tokens found, those read from files."""
+    file_problems: dict[str, int]
+    """What went wrong with files: "bad_file" (damaged or another's; set aside), "newer_format" (of a later release;
+    left alone), "not_read", "not_written"."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,12 +14,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import ConfigError, InputError
+from ..storage import layer_devices
 from ..units import parse_bytes
 from .batch import common_beginning, lay_out, real_rows
 from .cache import PrefixSharedCache
-from .extent import Extent, States
-from .identity import ModelWatch, Root, block_tokens, check_namespace, has_window, require_shareable
-from .index import Block, Index, Lease
+from .extent import Extent, States, cut
+from .file_format import FileBlock
+from .files import BlockFiles
+from .identity import (
+    ModelWatch,
+    Root,
+    block_tokens,
+    check_namespace,
+    has_window,
+    require_shareable,
+    root_key,
+    shareable_layers,
+)
+from .index import Block, Index, Lease, Match
 from .stats import Stats
 
 
@@ -41,7 +54,7 @@ class PrefixStore:
     The history of a token depends only on the tokens up to it, so requests with equal prefixes may read one copy. A
     block is found by a SHA-256 chain over model, namespace and all tokens up to its end, and its tokens are compared
     besides (`hf_kvcache.prefix.identity`). The idea is that of automatic prefix caching in serving engines, inside
-    plain `generate`. Any number of threads may use one store.
+    plain `generate`. Any number of threads may use one store. `open` makes one that keeps its blocks in files as well.
 
     A request that finds its prefix is answered sooner, and whoever can measure that learns what others have asked.
     Give requests of different users different namespaces where that matters.
@@ -82,7 +95,7 @@ class PrefixStore:
     ) -> None:
         require_shareable(model.config)
         check_namespace(namespace)
-        capacity_bytes = parse_bytes(capacity) if isinstance(capacity, str) else capacity
+        capacity_bytes = _bytes(capacity)
         if block_size < 1 or capacity_bytes < 1:
             raise InputError(f"expected at least 1 token a block and 1 byte, got {block_size} and {capacity_bytes}")
         if lifetime_seconds is not None and lifetime_seconds <= 0:
@@ -92,6 +105,8 @@ class PrefixStore:
         self.namespace = namespace
         self._watch = ModelWatch()
         self._index = Index(block_size, capacity_bytes, lifetime_seconds)
+        self._files: BlockFiles | None = None
+        self._loaded_tokens = 0
         self._hits = self._hit_tokens = self._prompt_tokens = 0
         self._misses: Counter[str] = Counter()
 
@@ -106,6 +121,47 @@ class PrefixStore:
     ) -> PrefixStore:
         """An empty store in memory; see the class for the arguments."""
         return cls(model, capacity, block_size, namespace, lifetime_seconds)
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        model: PreTrainedModel,
+        capacity: int | str = "2GiB",
+        block_size: int = 64,
+        namespace: str | None = None,
+        lifetime_seconds: float | None = None,
+        file_capacity: int | str = "16GiB",
+        file_options: dict[str, Any] | None = None,
+    ) -> PrefixStore:
+        """A store that keeps its blocks in files as well, for processes that come later or run beside this one.
+
+        What is stored is written before `generate` or `commit` returns; what is not in memory is read when it is asked
+        for. Files that are missing, damaged or of another release are misses, and so is a place that cannot be read:
+        the text is computed again, and `stats().file_problems` counts what happened.
+
+        Args:
+            url: A directory of your own (``file:///path``), or any address fsspec knows (``s3://bucket/prefix``).
+            model: As for the class.
+            capacity: As for the class: of the memory.
+            block_size: As for the class, and part of what a block is.
+            namespace: As for the class.
+            lifetime_seconds: As for the class, and of files since they were read or written last; in an object store,
+                since they were written.
+            file_capacity: Bytes of files to keep at most. Those used least recently go first, in an object store those
+                written first. Every process that writes may exceed it by a sixteenth before it notices the others.
+            file_options: What fsspec's file system takes, for example ``{"endpoint_url": ...}``.
+
+        Raises:
+            StorageError: There is no such place, or a directory that other users can write to.
+            InputError: As for the class.
+        """
+        file_capacity_bytes = _bytes(file_capacity)
+        if file_capacity_bytes < 1:
+            raise InputError(f"expected at least 1 byte of files, got {file_capacity_bytes}")
+        store = cls(model, capacity, block_size, namespace, lifetime_seconds)
+        store._files = BlockFiles(url, file_capacity_bytes, lifetime_seconds, file_options)
+        return store
 
     # ------------------------------------------------------------------------------------------------- generating
 
@@ -218,13 +274,15 @@ class PrefixStore:
         """
         if config is not model.config and config.to_dict() != model.config.to_dict():
             raise ConfigError(f"this {type(config).__name__} is not the config of the store's model; pass model.config")
-        root = self.root(model, namespace)
+        root, blocks = self.root(model, namespace), block_tokens(beginning, self.block_size)
+        loaded_tokens = self._load(model, root, blocks)
         with self._index.lock:
-            match = self._index.match(root, block_tokens(beginning, self.block_size))
+            match = self._index.match(root, blocks)
             lease = self._index.lease(match.path)
             layers = _in_pieces(match.path, self.block_size)
             tokens = len(match.path) * self.block_size
             self._prompt_tokens += prompt_tokens
+            self._loaded_tokens += loaded_tokens
             if match.missing is None:
                 self._hits += 1
                 self._hit_tokens += tokens
@@ -250,12 +308,33 @@ class PrefixStore:
         Returns:
             Tokens stored.
         """
+        blocks = block_tokens(token_ids, self.block_size)
+        stored = self._keep(root, blocks, states)
+        if self._files is not None:
+            with self._index.lock:
+                match = self._index.match(root, blocks)
+                # Extents never change what they hold: these tensors stay right without a lease.
+                held = [(block.extent.layers, block.position * self.block_size) for block in match.path]
+
+            def states_of(block: int) -> list[States]:
+                layers, begin = held[block]
+                return cut(layers, slice(begin, begin + self.block_size))
+
+            self._files.write(self._file_blocks(root, match, blocks)[: len(held)], states_of)
+        return stored * self.block_size
+
+    def _keep(
+        self, root: Root, blocks: Sequence[bytes], states: Callable[[slice], list[States]], known: int = 0
+    ) -> int:
+        """Store blocks in memory, as far as there is room. Returns how many.
+
+        `states` is not asked for the first `known` blocks: where those have gone meanwhile, nothing is stored.
+        """
         size = self.block_size
-        tokens = block_tokens(token_ids, size)
         with self._index.lock:
-            match = self._index.match(root, tokens)
-            first, count = len(match.path), len(tokens) - len(match.path)
-            if count <= 0:
+            match = self._index.match(root, blocks)
+            first, count = len(match.path), len(blocks) - len(match.path)
+            if count <= 0 or first < known:
                 return 0
             # One block first, to learn how much memory a block takes.
             with torch.inference_mode(False):
@@ -264,7 +343,31 @@ class PrefixStore:
                 if count <= 0:
                     return 0
                 extent = Extent(states(slice(first * size, (first + count) * size)), count) if count > 1 else sample
-            return self._index.insert(match, tokens, extent, root) * size
+            return self._index.insert(match, blocks, extent, root)
+
+    def _load(self, model: PreTrainedModel, root: Root, blocks: Sequence[bytes]) -> int:
+        """Read from files what follows the part of a text that is in memory. Returns the tokens read."""
+        if self._files is None:
+            return 0
+        match = self._index.match(root, blocks)
+        first = len(match.path)
+        read = self._files.read(self._file_blocks(root, match, blocks)[first:])
+        if not read:
+            return 0
+        devices = layer_devices(model)
+        joined = []
+        with torch.inference_mode(False):
+            for number, of_layer in zip(shareable_layers(model.config), zip(*read, strict=True), strict=True):
+                keys, values = (torch.cat(of_kind, dim=1) for of_kind in zip(*of_layer, strict=True))
+                device = devices.get(number)
+                joined.append((keys.to(device), values.to(device)))
+        states = partial(_copied, joined, first * self.block_size)
+        return self._keep(root, blocks[: first + len(read)], states, first) * self.block_size
+
+    def _file_blocks(self, root: Root, match: Match, blocks: Sequence[bytes]) -> list[FileBlock]:
+        beginning = root_key(root, self.block_size)
+        of_blocks = zip(match.keys, [beginning, *match.keys], blocks, strict=False)
+        return [FileBlock(key, parent, beginning, tokens) for key, parent, tokens in of_blocks]
 
     def pin(self, token_ids: Int[Tensor, " tokens"], namespace: str | None = None) -> int:
         """Keep what is stored of a text until it is unpinned. Returns how many tokens that is."""
@@ -276,21 +379,32 @@ class PrefixStore:
 
     def evict(self, token_ids: Int[Tensor, " tokens"], namespace: str | None = None) -> int:
         """Forget the end of a text, up to where others share it, read it or pinned it. Returns the tokens forgotten."""
+        root, blocks = self.root(self.model, namespace), block_tokens(token_ids, self.block_size)
+        self._load(self.model, root, blocks)
         with self._index.lock:
-            match = self._index.match(self.root(self.model, namespace), block_tokens(token_ids, self.block_size))
-            return self._index.evict(match.path) * self.block_size
+            match = self._index.match(root, blocks)
+            gone = self._index.evict(match.path)
+        if self._files is not None:
+            self._files.remove(self._file_blocks(root, match, blocks)[len(match.path) - gone :])
+        return gone * self.block_size
 
     def clear(self, namespace: str | None = None) -> None:
         """Forget every text of a namespace (default: of all), pinned ones too.
 
-        Caches go on reading what they hold; its memory is given back with theirs.
+        Caches go on reading what they hold; its memory is given back with theirs. Files go too: without a namespace all
+        at this place, whoever wrote them, with one those of this model as it is now.
         """
         check_namespace(namespace)
         self._index.clear(namespace)
+        if self._files is not None:
+            root = None if namespace is None else root_key(self.root(self.model, namespace), self.block_size)
+            self._files.clear(root)
 
     def _with_path(self, token_ids: Tensor, namespace: str | None, act: Callable[[Sequence[Block]], None]) -> int:
+        root, blocks = self.root(self.model, namespace), block_tokens(token_ids, self.block_size)
+        self._load(self.model, root, blocks)
         with self._index.lock:
-            match = self._index.match(self.root(self.model, namespace), block_tokens(token_ids, self.block_size))
+            match = self._index.match(root, blocks)
             act(match.path)
             return len(match.path) * self.block_size
 
@@ -298,8 +412,11 @@ class PrefixStore:
 
     def stats(self) -> Stats:
         """What has been found and what is stored."""
-        index = self._index
+        index, files = self._index, self._files
         with index.lock:
+            held_bytes, capacity_bytes = {"memory": index.held_bytes}, {"memory": index.capacity_bytes}
+            if files is not None:
+                held_bytes["files"], capacity_bytes["files"] = files.held_bytes, files.capacity_bytes
             return Stats(
                 hits=self._hits,
                 hit_tokens=self._hit_tokens,
@@ -309,8 +426,10 @@ class PrefixStore:
                 pinned_blocks=index.pinned_blocks,
                 blocks_in_use=index.blocks_in_use,
                 evicted_blocks=index.evictions,
-                held_bytes={"memory": index.held_bytes},
-                capacity_bytes={"memory": index.capacity_bytes},
+                held_bytes=held_bytes,
+                capacity_bytes=capacity_bytes,
+                loaded_tokens=self._loaded_tokens,
+                file_problems={} if files is None else dict(files.problems),
             )
 
     def __repr__(self) -> str:
@@ -350,3 +469,13 @@ def _in_pieces(path: Sequence[Block], block_size: int) -> list[list[States]]:
         pieces.append(extent.span(path[begin].position, path[end - 1].position + 1, block_size))
         begin = end
     return [list(of_layer) for of_layer in zip(*pieces, strict=True)]
+
+
+def _copied(layers: Sequence[States], first_token: int, part: slice) -> list[States]:
+    """Copies of the states of some tokens of a text, from layers that hold it from `first_token` on."""
+    tokens = slice(part.start - first_token, part.stop - first_token)
+    return [(keys.clone(), values.clone()) for keys, values in cut(layers, tokens)]
+
+
+def _bytes(size: int | str) -> int:
+    return parse_bytes(size) if isinstance(size, str) else size
