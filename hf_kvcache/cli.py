@@ -84,6 +84,11 @@ add(
     "hf_kvcache.evaluation.command:evaluate_command",
     "Say whether caches are exact, and how far they are if not.",
 )
+add(
+    "attribute",
+    "hf_kvcache.evaluation.attribution_command:attribute_command",
+    "Say which part of an approximate cache costs how much.",
+)
 add("bench", "hf_kvcache.bench.command:bench_command", "Time caches on your model, and measure the bytes they hold.")
 add(
     "plan",

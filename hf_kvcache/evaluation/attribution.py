@@ -1,6 +1,8 @@
-"""Which part of an approximate cache costs how much: one layer at a time, keys alone, values alone."""
+"""Which part of an approximate cache costs how much: keys, values, one layer at a time, and what it keeps exact."""
 
+import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -8,19 +10,22 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from hf_kvcache.cache import KVCache
 from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation import metrics
 from hf_kvcache.evaluation.caches import Build, resolve_cache
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.protocols import Protocol, stream
 from hf_kvcache.evaluation.windows import windows
+from hf_kvcache.spec import build_cache, cache_spec
 
 
 class Part(NamedTuple):
     """What the cache does to one part alone, everything else being exact.
 
     Attributes:
-        name: `everything`, `keys`, `values` or `layer 3`.
+        name: `everything`, `keys`, `values`, `layer 3`, or `no sinks`, `no recent`: everything, without what the cache
+            keeps exact.
         kl_mean: Mean KL(reference || cache), nats.
     """
 
@@ -84,7 +89,8 @@ def attribute(
 ) -> list[Part]:
     """Measure what each part of a cache costs: the whole, keys, values, then layer by layer.
 
-    Parts do not add up: errors of one layer meet those of the next.
+    Where the cache is one of ours that keeps sinks or recent tokens exact, also what the whole costs without them.
+    Parts do not add up: errors of one layer meet those of the next. One cache is held at a time.
 
     Args:
         loaded: The model and its tokenizer.
@@ -102,18 +108,17 @@ def attribute(
     makers = _makers(loaded.model.config, build)
     sums = dict.fromkeys(makers, 0.0)
     scored = 0
-    with tqdm(total=max_tokens, unit=" tokens", desc="attribution", disable=not progress) as bar:
+    with tqdm(total=max_tokens * len(makers), unit=" tokens", desc=f"taking apart {spec}", disable=not progress) as bar:
         for window in windows(documents, loaded.tokenizer, protocol, max_tokens):
-            made = [DynamicCache(config=loaded.model.config), *(make() for make in makers.values())]
-            for reference, *others in zip(
-                *(stream(loaded.model, cache, window.ids, protocol) for cache in made), strict=True
-            ):
-                log_probs = metrics.log_probabilities(reference.logits)
-                for name, chunk in zip(makers, others, strict=True):
+            exact = stream(loaded.model, DynamicCache(config=loaded.model.config), window.ids, protocol)
+            reference = [metrics.log_probabilities(chunk.logits) for chunk in exact]
+            scored += sum(map(len, reference))
+            for name, make in makers.items():
+                chunks = stream(loaded.model, make(), window.ids, protocol)
+                for log_probs, chunk in zip(reference, chunks, strict=True):
                     divergence = metrics.kl_divergence(log_probs, metrics.log_probabilities(chunk.logits))
                     sums[name] += float(divergence.sum())
-                scored += len(reference.targets)
-                bar.update(len(reference.targets))
+                    bar.update(len(log_probs))
     return [Part(name, total / scored) for name, total in sums.items()]
 
 
@@ -132,5 +137,19 @@ def _makers(config: PreTrainedConfig, build: Build) -> dict[str, Callable[[], Ca
         "everything": make(),
         "keys": make(values=False),
         "values": make(keys=False),
+        **_without(config, build),
         **{f"layer {layer}": make(layers=frozenset([layer])) for layer in range(layers)},
     }
+
+
+def _without(config: PreTrainedConfig, build: Build) -> dict[str, Callable[[], Cache]]:
+    """The cache without its sinks, and without its recent tokens, if it is one of ours that keeps some and can."""
+    cache = build(config)
+    if not isinstance(cache, KVCache):
+        return {}
+    found: dict[str, Callable[[], Cache]] = {}
+    for option in ("sinks", "recent"):
+        spec = re.sub(rf"\b{option}=\d+", f"{option}=0", cache_spec(cache))
+        if spec != cache_spec(cache):
+            found[f"no {option}"] = partial(build_cache, config, spec)
+    return found

@@ -23,7 +23,7 @@ def words(text):
 def test_help_names_every_command():
     done = invoke("--help")
     assert done.exit_code == 0
-    assert all(name in done.output for name in ("demo", "eval", "bench"))
+    assert all(name in done.output for name in ("demo", "eval", "attribute", "bench", "plan", "lm-eval"))
 
 
 def test_help_imports_no_command():
@@ -91,6 +91,18 @@ def test_bench_prints_a_table_and_writes_the_report(model_folder, tmp_path):
     record = json.loads((tmp_path / "results.json").read_text())
     assert [cache["spec"] for cache in record["caches"]] == ["dynamic", "paged", "static"]
     assert (tmp_path / "decode.png").is_file()
+
+
+def test_attribute_prints_a_table_and_writes_a_plot(model_folder, tmp_path):
+    spec = "quantized:bits=2,sinks=2,recent=8,block_size=4"
+    sizes = ("--window", "60", "--prefill", "30", "--chunk", "9", "--max-tokens", "29")
+    done = invoke("attribute", "--model", model_folder, "--cache", spec, *sizes, "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "no recent" in words(done.stdout)
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert list(record["caches"]) == [spec]
+    assert record["caches"][spec]["everything"] > 0
+    assert (tmp_path / "attribution.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_demo_from_end_to_end(model_folder, tmp_path):

@@ -65,6 +65,16 @@ def test_parts_of_an_exact_cache_cost_nothing():
     assert max(of.kl_mean for of in parts) < 1e-11
 
 
+def test_what_is_kept_exact_is_a_part():
+    spec = "quantized:bits=2,sinks=4,recent=16,block_size=4"
+    parts = {
+        of.name: of.kl_mean for of in attribute(MODEL, [toys.TEXT], spec, protocol=SIZES, max_tokens=47, progress=False)
+    }
+    assert list(parts) == ["everything", "keys", "values", "no sinks", "no recent", "layer 0", "layer 1"]
+    assert max(parts["layer 0"], parts["keys"], parts["values"]) > 0
+    assert 0 < parts["everything"] < parts["no recent"]
+
+
 def test_parts_of_a_cache_that_gives_back_less_cannot_be_mixed():
     with pytest.raises(InputError, match="does not give back tensors of the whole history"):
         attribute(MODEL, [toys.TEXT], "toys:shortened", protocol=SIZES, max_tokens=47, progress=False)
