@@ -2,6 +2,7 @@
 
 from .cache import KVCache, Memory
 from .caches import EvictingCache, OffloadedCache, PagedCache, QuantizedCache, QuestCache, SlidingWindowCache
+from .calibration import QuantizationPlan, calibrate
 from .errors import (
     ConfigError,
     EvaluationError,
@@ -28,6 +29,7 @@ __all__ = [
     "PagedCache",
     "PrefixSharedCache",
     "PrefixStore",
+    "QuantizationPlan",
     "QuantizedCache",
     "QuestCache",
     "SlidingWindowCache",
@@ -35,4 +37,5 @@ __all__ = [
     "StateError",
     "StorageError",
     "build_cache",
+    "calibrate",
 ]

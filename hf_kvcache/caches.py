@@ -99,7 +99,7 @@ class QuantizedCache(KVCache):
         sinks: Tokens at the beginning that stay exact.
         recent: Tokens at the end that stay exact, at least.
         block_size: Tokens per encoded block.
-        layers: What differs in some layers, as in ``0:key_bits=8&value_bits=8;3-5:recent=256``.
+        layers: What differs in some layers, as in ``0:key_bits=8&value_bits=8;3-5:recent=256``; `calibrate` finds it.
 
     Raises:
         ConfigError: Bits, codec, sizes or layers that do not exist.
