@@ -205,7 +205,7 @@ class EvictingCache(KVCache):
         >>> from hf_kvcache import EvictingCache
         >>> model = LlamaForCausalLM(LlamaConfig(
         ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
-        >>> cache = EvictingCache(model.config, policy="keydiff", budget=256)
+        >>> cache = EvictingCache(model.config, budget=256)
         >>> text = model.generate(torch.randint(3, 50, (1, 400)), past_key_values=cache, max_new_tokens=5)
         >>> cache.memory().tokens_held <= 256
         True
@@ -214,7 +214,7 @@ class EvictingCache(KVCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        policy: str = "keydiff",
+        policy: str = "h2o",
         budget: Amount = 0.5,
         sinks: int = 4,
         recent: Recent = 0.5,
@@ -225,7 +225,7 @@ class EvictingCache(KVCache):
 
 
 class QuestCache(KVCache):
-    """The whole history, of which a decoded token reads few blocks: time falls, memory does not.
+    """The whole history, of which a decoded token reads few blocks. What is read falls, memory does not.
 
     On layers with full attention each head reads the blocks whose keys may match its query best, by the least and
     largest number of every channel, and the newest two. Nothing is lost: what one token leaves unread, the next may
@@ -254,5 +254,5 @@ class QuestCache(KVCache):
         True
     """
 
-    def __init__(self, config: PreTrainedConfig, budget: float = 0.1, block_size: int = 16) -> None:
+    def __init__(self, config: PreTrainedConfig, budget: float = 0.2, block_size: int = 16) -> None:
         super().__init__(config, block_size=block_size, retention=Quest(budget))

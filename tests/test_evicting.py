@@ -669,5 +669,5 @@ def test_attention_that_does_not_leave_tokens_out(policy: str) -> None:
 def test_only_full_attention_is_evicted() -> None:
     cache = EvictingCache(decoder_config(tiny_model("gemma3")))
     assert [type(each).__name__ for each in cache.block_layers].count("EvictingLayer") == 1
-    assert "evicted by keydiff" in cache.describe()
+    assert "evicted by h2o" in cache.describe()
     assert "attention window" in cache.describe()

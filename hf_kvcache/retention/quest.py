@@ -23,7 +23,7 @@ class Quest:
     term: ClassVar[str] = "quest"
     """Its name in a specification."""
 
-    budget: float = 0.1
+    budget: float = 0.2
     """The share of the full blocks that a decoded token reads."""
 
     def __post_init__(self) -> None:
