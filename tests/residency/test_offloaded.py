@@ -86,6 +86,7 @@ class OffloadedOperations(CacheOperations):
 
     def build(self, config: Qwen3Config, block_size: int, fused: bool) -> KVCache:
         assert isinstance(fused, bool)
+        faulthandler.dump_traceback_later(300, exit=True)  # for each sequence, not for all of them together
         return build(config, 2048, block_size=block_size)
 
 
