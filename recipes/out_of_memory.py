@@ -61,7 +61,7 @@ def generate_to_the_end(
     try:
         model.generate(**cache.continuation(input_ids), max_new_tokens=new_tokens, streamer=text, **options)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError of a GPU is a RuntimeError too
-        if "memory" not in str(error):
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         held = cache.recover()
         cache.keep_within(budget, residency)
