@@ -57,6 +57,7 @@ def by_fork(store: PrefixStore, variant: Variant) -> None:
 
 
 ENTRIES = [by_generate, by_batch, by_prepare, by_cache, by_fork]
+AT_EVERY_ENTRY = ["nothing special", "empty namespace", "namespace", "namespace of both", "weights", "adapter"]
 
 
 def with_lora(seed: int, scale: float = 1.0) -> PreTrainedModel:
@@ -105,7 +106,8 @@ def test_only_the_same_is_found(entry: Callable[[PrefixStore, Variant], None], t
         assert store.stats().loaded_tokens == store.stats().hit_tokens
         return store.stats().hits == 1
 
-    requests = variants()
+    # Every entry asks the same function who it is; one of them goes through all there is.
+    requests = {name: each for name, each in variants().items() if entry is by_generate or name in AT_EVERY_ENTRY}
     for name, variant in requests.items():
         assert not is_hit(variant), f"{name} found what is another's"
     for name, variant in requests.items():
