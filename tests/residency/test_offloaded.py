@@ -91,6 +91,10 @@ class OffloadedOperations(CacheOperations):
 
 
 TestOffloadedOperations = OffloadedOperations.TestCase
+# The tests execute annotations, also those of the reading thread, and beartype draws random numbers for that.
+TestOffloadedOperations.pytestmark = pytest.mark.filterwarnings(
+    "ignore:Do not use the `random` module inside strategies:hypothesis.errors.HypothesisDeprecationWarning"
+)
 TestOffloadedOperations.settings = settings(
     max_examples=int(os.environ.get("OFFLOADED_SEQUENCES", "15")),
     stateful_step_count=30,
