@@ -25,7 +25,7 @@ from .positions import PositionGuard
 from .quantized import Quantization
 from .residency import Placement, Residency, Traffic
 from .residency.placement import lower_bytes
-from .retention import Retention
+from .retention import Quest, Retention
 from .tokens import TokenRecord
 
 _BLOCK_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -109,7 +109,7 @@ class KVCache(DynamicCache):
         self.quantization = quantization
         self.retention = retention
         self.residency = residency
-        self._placement = None if residency is None else Placement(residency)
+        self._placement = None if residency is None else self._place(residency)
         self.block_layers = [layer for layer in self.layers if isinstance(layer, BlockLayer)]
         """The layers whose history is in blocks."""
         self._positions = PositionGuard()
@@ -208,16 +208,25 @@ class KVCache(DynamicCache):
             residency: See `OffloadedCache`.
 
         Raises:
-            ConfigError: Neither a size nor a place.
+            ConfigError: Neither a size nor a place, or a cache whose history cannot go down.
             StateError: It is kept within a budget already.
             StorageError: The tier cannot take it. What went down is there, the rest stays.
         """
         if self._placement is not None:
             raise StateError(f"this history is kept within {self.residency} already")
-        self.residency = Residency(device_budget, residency)
-        self._placement = Placement(self.residency)
+        within = Residency(device_budget, residency)
+        self._placement = self._place(within)
+        self.residency = within
         for index in range(len(self.layers)):
             self._placement.settle(self.layers, index)
+
+    def _place(self, residency: Residency) -> Placement:
+        if isinstance(self.retention, Quest):
+            raise ConfigError(
+                "a cache that chooses which blocks to read (quest) keeps all of them on the device, and whole layers "
+                "go down: leave out one of the two"
+            )
+        return Placement(residency)
 
     def reset(self) -> None:
         """Forget the history and give its memory back. The cache can be used again, for any batch."""

@@ -149,3 +149,13 @@ def test_bounds_are_counted_planned_and_saved(tmp_path: Path) -> None:
 def test_impossible_choices(spec: str, message: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         build_cache(decoder_config(tiny_model("llama")), spec)
+
+
+def test_blocks_that_are_chosen_do_not_go_down(tmp_path: Path) -> None:
+    config = decoder_config(tiny_model("llama"))
+    with pytest.raises(ConfigError, match="leave out one of the two"):
+        build_cache(config, f"quest+offloaded:device_budget=1MiB,residency=disk:{tmp_path}")
+    cache = QuestCache(config)
+    with pytest.raises(ConfigError, match="leave out one of the two"):
+        cache.keep_within("1MiB", f"disk:{tmp_path}")
+    assert cache.residency is None
