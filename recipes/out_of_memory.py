@@ -1,6 +1,9 @@
 """Run out of memory in the middle of a generation, move the history to disk, and go on to the same text.
 
-    python recipes/out_of_memory.py --folder /scratch
+    MALLOC_MMAP_THRESHOLD_=131072 python recipes/out_of_memory.py --folder /scratch
+
+The variable makes glibc give large tensors back to the system when they are freed. Without it some stay in a heap with
+holes, and what was moved to disk may leave no hole that is large enough for the buffers to read it back.
 
 `generate_to_the_end` is what to take into a program of one's own. Around it, the model of `longer_than_memory.py` with
 a history of random states is limited to the memory it has by then and a little more, so that there is none the next
@@ -63,15 +66,17 @@ def generate_to_the_end(
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError of a GPU is a RuntimeError too
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        held = cache.recover()
-        cache.keep_within(budget, residency)
-        ids = torch.cat(text.ids, dim=1)
-        made = ids.shape[1] - input_ids.shape[1]
-        print(f"memory ran out after {made} tokens; the history goes on with {cache.memory().device_bytes}")
-        rest = cache.continuation(ids[:, held - before :])
-        model.generate(**rest, max_new_tokens=new_tokens - made, streamer=(more := Text()), **options)
-        text.ids += more.ids[1:]
-    return torch.cat(text.ids[1:], dim=1)
+    else:
+        return torch.cat(text.ids[1:], dim=1)
+    # Outside of `except`: until that ends, the error holds what the failed pass had allocated.
+    held = cache.recover()
+    cache.keep_within(budget, residency)
+    ids = torch.cat(text.ids, dim=1)
+    made = ids.shape[1] - input_ids.shape[1]
+    print(f"memory ran out after {made} tokens; the history goes on with {cache.memory().device_bytes}")
+    rest = cache.continuation(ids[:, held - before :])
+    model.generate(**rest, max_new_tokens=new_tokens - made, streamer=(more := Text()), **options)
+    return torch.cat([*text.ids[1:], *more.ids[1:]], dim=1)
 
 
 def filled(model: PreTrainedModel, tokens: int) -> PagedCache:

@@ -308,7 +308,7 @@ FORMULAS: dict[str, Callable[[Row, int], list[float]]] = {
 def seen_by(name: str, tokens: int) -> slice:
     """The queries that a policy looks at: the last ones, or all of them."""
     policy = make_policy(name)
-    return slice(None) if policy.wants_attention else slice(tokens - max(policy.queries, 1), None)
+    return slice(None) if policy.wants_attention else slice(max(tokens - max(policy.queries, 1), 0), None)
 
 
 def scored(name: str, keys: Tensor, values: Tensor, queries: Tensor, padding: int = 0) -> Tensor:
@@ -395,7 +395,7 @@ def test_those_with_the_lowest_scores_go(name: str) -> None:
     feed(target, prompt_states)
     table = table_of(target)
     assert table.tokens_held == 20 - BLOCK
-    scores = scored(name, *prompt_states)
+    scores = scored(name, *prompt_states).clone()
     scores[..., :SINKS] = math.inf
     for row in range(2):
         for head in range(HEADS):

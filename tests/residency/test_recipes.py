@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 
 def run(recipe: str, folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)}
+    given_back = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # see out_of_memory.py
+    environment = {**os.environ, **given_back, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)}
     command = [sys.executable, RECIPES / recipe, "--folder", folder, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -32,6 +33,6 @@ def test_history_longer_than_memory(tmp_path: Path) -> None:
 
 
 def test_memory_runs_out(tmp_path: Path) -> None:
-    output = run("out_of_memory.py", tmp_path, "--tokens", "16384", "--more", "2MiB")
+    output = run("out_of_memory.py", tmp_path, "--tokens", "16384", "--more", "5MiB")
     assert "memory ran out after 1" in output
     assert "the same 32 tokens" in output
