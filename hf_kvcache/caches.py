@@ -166,7 +166,8 @@ class SlidingWindowCache(KVCache):
         >>> model = LlamaForCausalLM(LlamaConfig(
         ...     hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=50))
         >>> cache = SlidingWindowCache(model.config, window=64, block_size=16)
-        >>> text = model.generate(torch.randint(3, 50, (1, 300)), past_key_values=cache, max_new_tokens=9)
+        >>> prompt = torch.randint(3, 50, (1, 300))
+        >>> text = model.generate(prompt, past_key_values=cache, max_new_tokens=9, min_new_tokens=9)
         >>> cache.memory().tokens_seen > 300, cache.memory().tokens_held <= 4 + 64 + 16
         (True, True)
     """

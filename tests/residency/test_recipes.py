@@ -25,8 +25,8 @@ def run(recipe: str, folder: Path, *arguments: str) -> str:
 
 
 def test_history_longer_than_memory(tmp_path: Path) -> None:
-    """96 MiB of history where 64 can be had."""
-    arguments = ("--tokens", "16384", "--layers", "8", "--limit", "64MiB", "--budget", "8MiB")
+    """96 MiB of history where 72 can be had."""
+    arguments = ("--tokens", "16384", "--layers", "8", "--limit", "72MiB", "--budget", "8MiB")
     output = run("longer_than_memory.py", tmp_path, *arguments)
     assert "OffloadedCache: 4 tokens" in output
     assert "PagedCache: [enforce fail" in output
