@@ -1,6 +1,7 @@
 """The command `hf-kvcache attribute`."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -40,15 +41,16 @@ def attribute_command(
     """
     protocol = Protocol(window, prefill, chunk)
     loaded = load_model(model, getattr(torch, dtype.value), device)
-    texts = list(load_text(dataset)) if len(cache) > 1 else load_text(dataset)
-    found = {spec: attribute(loaded, texts, spec, protocol=protocol, max_tokens=max_tokens) for spec in cache}
+    found = {
+        spec: attribute(loaded, load_text(dataset), spec, protocol=protocol, max_tokens=max_tokens) for spec in cache
+    }
     output.mkdir(parents=True, exist_ok=True)
     record = {
         "schema": SCHEMA,
         "model": loaded.name,
         "dtype": dtype.value,
         "dataset": dataset,
-        "protocol": protocol.__dict__,
+        "protocol": asdict(protocol),
         "max_tokens": max_tokens,
         "caches": {spec: {part.name: part.kl_mean for part in parts} for spec, parts in found.items()},
         "environment": environment(loaded.model),
