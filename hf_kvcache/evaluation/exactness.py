@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
 from hf_kvcache.evaluation.float64 import in_float64
 from hf_kvcache.evaluation.generation import MODES, NEW_TOKENS, Generated, compare, generate
-from hf_kvcache.evaluation.proofs import Difference, GenerationCheck, Kind, Proof
+from hf_kvcache.evaluation.proofs import Audit, Difference, GenerationCheck, Kind, Proof
 from hf_kvcache.evaluation.protocols import Protocol, forward, stream
 
 PROOF_TOKENS = 640
@@ -71,7 +71,9 @@ def steps(caches: int) -> int:
     return 1 + logits + modes + caches * (logits + modes)
 
 
-def judge(declared: Kind, identical: bool, difference: float, proof: Proof | None) -> tuple[Kind, tuple[str, ...]]:
+def judge(
+    declared: Kind, identical: bool, difference: float, proof: Proof | None, audit: Audit | None = None
+) -> tuple[Kind, tuple[str, ...]]:
     """Give the class that the measurements support, and where they contradict the claim.
 
     Args:
@@ -79,6 +81,7 @@ def judge(declared: Kind, identical: bool, difference: float, proof: Proof | Non
         identical: Whether all working-dtype logits were bitwise those of the reference.
         difference: The largest of those logit differences; not finite if there were NaNs.
         proof: The float64 proof, if it was run.
+        audit: What became of stored states, if that was looked at.
     """
     measured: Kind
     if declared == "uncached":
@@ -104,6 +107,8 @@ def judge(declared: Kind, identical: bool, difference: float, proof: Proof | Non
     if declared in ("bitwise", "rounding") and proof is not None:
         texts = proof.complaints + proof.refusals
         failures.extend(f"declares itself exact ({declared}), but in float64, {text}" for text in texts)
+    if declared in ("bitwise", "rounding") and audit is not None and audit.complaint:
+        failures.append(f"declares itself exact ({declared}), but {audit.complaint}")
     return measured, tuple(failures)
 
 

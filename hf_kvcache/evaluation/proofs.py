@@ -1,4 +1,4 @@
-"""The classes of exactness, and what the float64 proof found."""
+"""The classes of exactness, and what the float64 proof and the audit found."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -85,3 +85,52 @@ class Proof:
     def refusals(self) -> tuple[str, ...]:
         """Generation modes that raised with this cache, one sentence each: not wrong, but not possible."""
         return tuple(of.complaint for of in self.generation if of.error)
+
+
+class Rewrite(NamedTuple):
+    """Where a cache first gave the model another state of a token than before.
+
+    Attributes:
+        layer: Number of the layer.
+        token: Position of the token; None where it is not known, because tokens were dropped.
+        history_tokens: Tokens seen when it was noticed, the newest included.
+    """
+
+    layer: int
+    token: int | None
+    history_tokens: int
+
+    def __str__(self) -> str:
+        token = "a token" if self.token is None else f"token {self.token}"
+        return f"{token} of layer {self.layer}, when {self.history_tokens} were there"
+
+
+class Audit(NamedTuple):
+    """Whether a cache changes what it has stored while tokens are appended, in the working dtype.
+
+    Keys and values of every token are read after every append and compared, bit for bit, with what was read of that
+    token before: at first, with what the model stored.
+
+    Attributes:
+        tokens: Tokens fed.
+        appends: In so many pieces.
+        rewrites_most: The most changes of one token in one layer; None where tokens were dropped and others changed.
+        rewrites_mean: Changes of a token, the mean over tokens and layers.
+        missing: Share of the tokens that the model is not given any more at the end, 0 to 1, the mean over layers.
+        first: The first change in the lowest layer that has any; None if nothing changed.
+    """
+
+    tokens: int
+    appends: int
+    rewrites_most: int | None
+    rewrites_mean: float
+    missing: float
+    first: Rewrite | None
+
+    @property
+    def complaint(self) -> str:
+        """What changed, in words; empty if nothing did."""
+        if self.first is None:
+            return ""
+        most = "" if self.rewrites_most is None else f"up to {self.rewrites_most} times, "
+        return f"what it gives the model of a token changes while others are appended: {most}first {self.first}"

@@ -11,7 +11,7 @@ from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Results
 from hf_kvcache.evaluation.retrieval import mean
 from hf_kvcache.evaluation.samples import Fidelity
 from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
-from hf_kvcache.evaluation.verdicts import verdict, verdict_line
+from hf_kvcache.evaluation.verdicts import rewrites, verdict, verdict_line
 
 __all__ = ["as_json", "as_markdown", "main_table", "verdict", "write_report"]
 
@@ -21,7 +21,8 @@ Column: TypeAlias = tuple[str, Callable[[CacheResult], str]]
 _LEGEND = (
     "KL is KL(reference || cache) in nats per token; brackets are 95 % bootstrap intervals over windows, "
     "paired with the reference. The noise floor is what rounding alone does in this dtype. The proof column is "
-    "the largest logit difference to the model without a cache, in float64."
+    "the largest logit difference to the model without a cache, in float64. States rewritten: how often what a cache "
+    "gives the model of one token changes while others are appended."
 )
 
 
@@ -85,6 +86,7 @@ def _columns(results: Results) -> Iterator[Column]:
     yield "class", verdict
     if "exactness" in results.tasks:
         yield "float64 proof", lambda of: "-" if of.proof is None else f"{of.proof.logit_difference:.1e}"
+        yield "states rewritten", rewrites
     if "perplexity" in results.tasks:
         yield "perplexity", _of_fidelity(lambda of: f"{of.perplexity.value:.4f}")
         yield (
@@ -161,6 +163,13 @@ def _proof_lines(cache: CacheResult) -> list[str]:
     proof = cache.proof
     claim = f" ({cache.declared_reason})" if cache.declared_reason else ""
     head = [f"### {cache.spec}", "", f"Declares: {cache.declared}{claim}. Measured: {cache.measured}.", ""]
+    if cache.audit is None:
+        head += [f"No audit of stored states: {cache.audit_note}.", ""]
+    else:
+        found = cache.audit
+        first = f", first {found.first}" if found.first else ""
+        reads = f"Stored states, read after each of {found.appends} appends ({found.tokens:,} tokens): rewritten"
+        head += [f"{reads} {rewrites(cache)}, {found.rewrites_mean:.2f} times a token in the mean{first}.", ""]
     if proof is None:
         return [*head, f"No proof: {cache.proof_note}.", ""]
     return [

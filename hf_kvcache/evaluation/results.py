@@ -7,7 +7,7 @@ import torch
 
 from hf_kvcache.errors import EvaluationError, InputError
 from hf_kvcache.evaluation.outcomes import Agreement, Cost, Trial
-from hf_kvcache.evaluation.proofs import Kind, Proof
+from hf_kvcache.evaluation.proofs import Audit, Kind, Proof
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.samples import Fidelity, Positions, Samples
 from hf_kvcache.evaluation.strided import Strided
@@ -30,6 +30,8 @@ class CacheResult:
             record.
         proof: In float64; None if not run (`proof_note` says why).
         proof_note: Why there is no proof, or empty.
+        audit: Whether stored states change while tokens are appended; None if not run (`audit_note` says why).
+        audit_note: Why there is no audit, or empty.
         bytes_held: Bytes of all tensor storages the cache held at the end of the first window; 0 if no text was scored.
         tokens_held: Tokens fed to it by then.
         samples: Position by position, for plots and further statistics; None if no text was scored.
@@ -47,6 +49,8 @@ class CacheResult:
     scores: Fidelity | None = field(metadata={"name": "fidelity"})
     proof: Proof | None
     proof_note: str
+    audit: Audit | None
+    audit_note: str
     bytes_held: int
     tokens_held: int
     samples: Samples | None = field(repr=False, compare=False, metadata={"name": None})

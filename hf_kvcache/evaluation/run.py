@@ -2,28 +2,28 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from hf_kvcache.errors import ConfigError, InputError, KVCacheError
+from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation.agreement import Prompts, measure_generation
-from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
+from hf_kvcache.evaluation.audit import audit
+from hf_kvcache.evaluation.caches import REFERENCE
+from hf_kvcache.evaluation.candidates import Candidate, candidate, check_request
 from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
-from hf_kvcache.evaluation.exactness import capacity_tokens, judge, prove, steps
+from hf_kvcache.evaluation.exactness import judge, prove, steps
 from hf_kvcache.evaluation.fidelity import fidelity
 from hf_kvcache.evaluation.journal import Journal
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.processes import team
-from hf_kvcache.evaluation.proofs import Kind, Proof
-from hf_kvcache.evaluation.protocols import Protocol, forward
+from hf_kvcache.evaluation.proofs import Audit, Kind, Proof
+from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Results
 from hf_kvcache.evaluation.retrieval import Grid, measure_retrieval
 from hf_kvcache.evaluation.scoring import ScoredText, score_text
@@ -31,19 +31,9 @@ from hf_kvcache.evaluation.strided import check_stride, strided_perplexity
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
 from hf_kvcache.evaluation.windows import windows
 
-NOT_ASKED: Proof | str = "the task exactness was not asked for"
+NOT_ASKED = "the task exactness was not asked for"
 UNSCORED: dict[Kind, Kind] = {"uncached": "uncached", "approximate": "approximate"}
 """The class of a cache that no text went through; any other is not proven."""
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One cache under measurement."""
-
-    spec: str
-    build: Build
-    declared: Kind
-    reason: str
 
 
 def evaluate(
@@ -97,14 +87,16 @@ def evaluate(
     needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) or stride_tokens else {}
     needed |= {"a retrieval prompt": max(grid.lengths_tokens)} if "retrieval" in chosen else {}
     needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}
-    _check(loaded.model, caches, needed)
+    check_request(loaded.model, caches, needed)
     if stride_tokens is not None:
         check_stride(loaded.tokenizer, protocol.window_tokens, stride_tokens)
-    rows = [_row(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
+    rows = [candidate(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
     journal = Journal(folder, _request(loaded, rows, protocol, grid, max_tokens=max_tokens, seed=seed, dataset=dataset))
     processes = team(loaded.model.device)
     progress = progress and processes.first
-    scored, proofs = None, [NOT_ASKED] * len(rows)
+    scored = None
+    proofs: list[Proof | str] = [NOT_ASKED] * len(rows)
+    audits: list[Audit | str] = [NOT_ASKED] * len(rows)
     if needs_scoring(chosen):
         texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
         builds = [row.build for row in rows]
@@ -113,7 +105,10 @@ def evaluate(
         if "exactness" in chosen:
             window = scored.window
             proofs = processes.by_first(lambda: _proofs(loaded.model, rows, window, seed, progress))
-    reference, floor, *found = _results(rows, proofs, scored, seed)
+            audits = processes.by_first(lambda: _audits(loaded.model, rows, window, progress))
+    reference, floor, *found = (
+        _result(row, place, proofs[place], audits[place], scored=scored, seed=seed) for place, row in enumerate(rows)
+    )
     measured = [reference, *found]
     specs = [of.spec for of in measured]
     if stride_tokens is not None:
@@ -159,7 +154,9 @@ def evaluate(
     return results
 
 
-def _request(loaded: LoadedModel, rows: list[_Row], protocol: Protocol, grid: Grid, **others: Any) -> dict[str, Any]:
+def _request(
+    loaded: LoadedModel, rows: list[Candidate], protocol: Protocol, grid: Grid, **others: Any
+) -> dict[str, Any]:
     """Everything that decides about a window's figures: what was asked for, and where it is computed."""
     weights = sum(of.numel() for of in loaded.model.parameters())
     return {
@@ -171,43 +168,9 @@ def _request(loaded: LoadedModel, rows: list[_Row], protocol: Protocol, grid: Gr
     }
 
 
-def _check(model: PreTrainedModel, caches: Sequence[str], needed: dict[str, int]) -> None:
-    """Refuse what cannot work; `needed` are the tokens that each part of the run takes."""
-    if not caches:
-        raise InputError("give at least one cache to evaluate, for example 'paged'")
-    if model.config.is_encoder_decoder:
-        raise InputError(f"{type(model).__name__} is an encoder-decoder; the evaluation scores decoder-only models")
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    for what, tokens in needed.items():
-        if positions is not None and tokens > positions:
-            raise InputError(f"{what} of {tokens:,} tokens is more than the {positions:,} positions of this model")
-
-
-def _row(spec: str, protocol: Protocol, model: PreTrainedModel) -> _Row:
-    """Resolve a spec, try the cache it names on three tokens, and ask what it says about itself."""
-    build = resolve_cache(spec, capacity_tokens(protocol))
-    cache = build(model.config)
-    if cache is None:
-        return _Row(spec, build, "uncached", "every token is recomputed")
-    _try(model, cache, spec)
-    exactness = getattr(cache, "exactness", None)
-    if exactness is None:
-        return _Row(spec, build, "undeclared", "")
-    return _Row(spec, build, cast("Kind", exactness.kind), str(exactness.reason))
-
-
-def _try(model: PreTrainedModel, cache: Cache, spec: str) -> None:
-    """Raise now what would otherwise stop the run halfway."""
-    try:
-        for ids in ([[0, 1]], [[2]]):
-            forward(model, torch.tensor(ids, device=model.device), cache)
-    except KVCacheError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{spec!r} cannot run on this model and machine: {type(error).__name__}: {error}") from error
-
-
-def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int, progress: bool) -> list[Proof | str]:
+def _proofs(
+    model: PreTrainedModel, rows: list[Candidate], window: Tensor, seed: int, progress: bool
+) -> list[Proof | str]:
     """Prove every cache that does not call itself approximate; text where there is no proof, saying why."""
     notes: dict[Kind, str] = {
         "uncached": "there is no cache to prove",
@@ -223,22 +186,25 @@ def _proofs(model: PreTrainedModel, rows: list[_Row], window: Tensor, seed: int,
     return [notes[row.declared] if row.declared in notes else next(remaining) for row in rows]
 
 
-def _results(
-    rows: list[_Row], proofs: Sequence[Proof | str], scored: ScoredText | None, seed: int
-) -> list[CacheResult]:
-    """Judge every cache by what was measured."""
-    return [_result(row, place, proofs[place], scored, seed) for place, row in enumerate(rows)]
+def _audits(model: PreTrainedModel, rows: list[Candidate], window: Tensor, progress: bool) -> list[Audit | str]:
+    """Audit every cache; text where there is no audit, saying why."""
+    shown = tqdm(rows, unit=" caches", desc="auditing", disable=not progress)
+    return [audit(model, row.build, window) for row in shown]
 
 
-def _result(row: _Row, place: int, proof: Proof | str, scored: ScoredText | None, seed: int) -> CacheResult:
+def _result(
+    row: Candidate, place: int, proof: Proof | str, audited: Audit | str, *, scored: ScoredText | None, seed: int
+) -> CacheResult:
+    """Judge a cache by what was measured."""
     found = proof if isinstance(proof, Proof) else None
+    history = audited if isinstance(audited, Audit) else None
     figures = None
     measured: Kind = UNSCORED.get(row.declared, "unproven")
     failures: tuple[str, ...] = ()
     if scored:
         samples = scored.samples
         figures = fidelity(samples[place], samples[0], samples[1], scored.positions, seed)
-        measured, failures = judge(row.declared, figures.identical, figures.logit_difference_max, found)
+        measured, failures = judge(row.declared, figures.identical, figures.logit_difference_max, found, history)
     return CacheResult(
         spec=row.spec,
         declared=row.declared,
@@ -248,6 +214,8 @@ def _result(row: _Row, place: int, proof: Proof | str, scored: ScoredText | None
         scores=figures,
         proof=found,
         proof_note="" if found else str(proof),
+        audit=history,
+        audit_note="" if history else str(audited),
         bytes_held=scored.bytes_held[place] if scored else 0,
         tokens_held=scored.tokens_held[place] if scored else 0,
         samples=scored.samples[place] if scored else None,

@@ -26,6 +26,16 @@ def verdict(cache: CacheResult) -> str:
     return words[cache.measured] + (f" ({refused} modes refused)" if refused else "")
 
 
+def rewrites(cache: CacheResult) -> str:
+    """How often a token's stored state changes while others are appended, and what is not held any more."""
+    found = cache.audit
+    if found is None:
+        return "-"
+    words = {0: "never", 1: "once", None: "some"}
+    times = words.get(found.rewrites_most, f"up to {found.rewrites_most} times")
+    return times + (f" ({found.missing:.0%} dropped)" if found.missing else "")
+
+
 def grade(found: Fidelity) -> str:
     """How far an approximation is from the reference: `close`, `visible` or `damaged`."""
     for name, (mean, p99, agreement) in GRADES.items():

@@ -35,12 +35,19 @@ def test_all_generation_modes_are_compared():
     assert all(of.equal and of.score_difference < 1e-12 for of in proof.generation)
 
 
-@pytest.mark.parametrize("fault", ["off_by_one", "shuffled_block", "truncated"])
+@pytest.mark.parametrize("fault", ["off_by_one", "shuffled_block", "truncated", "renumbered"])
 def test_broken_caches_are_caught_in_every_way_of_feeding(fault):
     _, proof = proofs(f"toys:{fault}")
     assert all(of.logit_difference > 1e6 * proof.tolerance for of in proof.differences)
     assert len(proof.complaints) >= 2
     assert judge("rounding", False, 1.0, proof)[1] != ()
+
+
+def test_padding_on_the_wrong_side_is_caught_in_the_padded_batch():
+    _, proof = proofs("toys:right_padded")
+    assert all(of.logit_difference <= proof.tolerance for of in proof.differences)
+    assert [of.mode for of in proof.generation if not of.equal] == ["left-padded batch"]
+    assert len(proof.complaints) == 1
 
 
 def test_a_difference_far_below_float32_is_caught():

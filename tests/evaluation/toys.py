@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.cache_utils import Cache
 
 from hf_kvcache.evaluation import LoadedModel, needles, retrieval
+from hf_kvcache.evaluation.generation import PAD_TOKENS
 
 
 class Claim(NamedTuple):
@@ -66,6 +67,40 @@ class Truncated(ToyCache):
         states = states.clone()
         if states.shape[-2] > new:
             states[..., :4, :] = 0
+        return states
+
+
+class Renumbered(ToyCache):
+    """The old keys are turned by one position more than they stand at."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        old, new = keys.split([keys.shape[2] - key_states.shape[2], key_states.shape[2]], dim=2)
+        half = keys.shape[3] // 2
+        angles = (1e4 ** (-torch.arange(half, dtype=keys.dtype) / half)).repeat(2)
+        turned = old * angles.cos() + torch.cat([-old[..., half:], old[..., :half]], dim=-1) * angles.sin()
+        return torch.cat([turned, new], dim=2), values
+
+
+class RightPadded(ToyCache):
+    """Rows of a batch are moved to the left by the padding that the first one of the proof has, as if it were right."""
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        if states.shape[0] == 1 or states.shape[2] == new:
+            return states
+        old = states[:, :, :-new]
+        moved = torch.cat([old[:1].roll(-PAD_TOKENS, dims=2), old[1:]])
+        return torch.cat([moved, states[:, :, -new:]], dim=2)
+
+
+class Jittering(ToyCache):
+    """The last bit of the first 8 tokens is another after every step: far below what a proof can see."""
+
+    def changed(self, states: torch.Tensor, new: int) -> torch.Tensor:
+        if states.shape[2] == new or states.shape[2] % 2:
+            return states
+        states = states.clone()
+        states[:, :, :8] = torch.nextafter(states[:, :, :8], states.new_tensor(torch.inf))
         return states
 
 
@@ -183,6 +218,18 @@ def shuffled_block(config: PreTrainedConfig) -> Cache:
 
 def truncated(config: PreTrainedConfig) -> Cache:
     return Truncated(config=config)
+
+
+def renumbered(config: PreTrainedConfig) -> Cache:
+    return Renumbered(config=config)
+
+
+def right_padded(config: PreTrainedConfig) -> Cache:
+    return RightPadded(config=config)
+
+
+def jittering(config: PreTrainedConfig) -> Cache:
+    return Jittering(config=config)
 
 
 def rounded(config: PreTrainedConfig) -> Cache:
