@@ -119,10 +119,9 @@ def cache_spec(cache: KVCache) -> str:
     """The specification that `build_cache` makes such a cache of."""
     choices = [choice for freedom in FREEDOMS if (choice := getattr(cache, freedom)) is not None]
     terms = [(choice.term, choice.options()) for choice in choices] or [("paged", {"fused": cache.fused})]
-    terms[0][1]["block_size"] = cache.block_size
     return "+".join(
         f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items() if value is not None)
-        for name, options in terms
+        for name, options in ((name, {**options, "block_size": cache.block_size}) for name, options in terms)
     )
 
 

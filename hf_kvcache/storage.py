@@ -3,9 +3,10 @@
 Tensors: the arenas of layer N, ``layer.N.raw.0`` (keys) and ``layer.N.raw.1`` (values) of a paged layer, axes (heads,
 slots, width), the slots being those of the blocks in use, block after block; of a quantized one also ``sinks`` and
 ``encoded``, and what its codecs learned; of an evicting one the ``positions`` of its tokens, what its heads keep in
-different numbers (``kept``), and what its policy has seen; of one that chooses what it reads the ``bounds`` of its
-blocks; ``token_ids`` and ``last_positions`` where they are known. Metadata: format, version, the model's fingerprint,
-how the cache was built, and the tables as JSON. A SHA-256 over everything guards against truncation and altered bytes.
+different numbers (``kept``), what it encoded (``demoted``), and what its policy has seen; of one that chooses what it
+reads the ``bounds`` of its blocks; ``token_ids`` and ``last_positions`` where they are known. Metadata: format,
+version, the model's fingerprint, how the cache was built, and the tables as JSON. A SHA-256 over everything guards
+against truncation and altered bytes.
 Nothing is ever unpickled.
 """
 
@@ -30,7 +31,7 @@ from .errors import KVCacheError, StateError, StorageError
 from .fingerprint import model_fingerprint, tensor_bytes
 from .layer import BlockLayer, layer_tensors
 from .quantized import QuantizedLayer, QuantizedTable
-from .retention import EvictedTable, EvictingLayer, QuestLayer, QuestTable, SinkTable, WindowLayer
+from .retention import DemotingTable, EvictedTable, EvictingLayer, QuestLayer, QuestTable, SinkTable, WindowLayer
 from .spec import build_cache, cache_spec
 
 _FORMAT = "hf_kvcache"
@@ -127,7 +128,9 @@ def _store_history(history: History, name: str, tensors: dict[str, Tensor]) -> d
         return {"raw": _store_table(history, f"{name}.raw", tensors)}
     if isinstance(history, EvictedTable):
         tensors |= {f"{name}.{key}": tensor.cpu().contiguous() for key, tensor in history.tensors.items()}
-        stored = {"tokens": history.tokens, "tail_begin": history.tail_begin, "scale": history.scale}
+        stored: dict[str, Any] = {"tokens": history.tokens, "tail_begin": history.tail_begin, "scale": history.scale}
+        if isinstance(history, DemotingTable):
+            stored["demoted"] = _store_table(history.demoted.encoded, f"{name}.demoted", tensors)
         return {"raw": _store_table(history.blocks, f"{name}.raw", tensors), **stored}
     if isinstance(history, QuestTable):
         bounds = _store_table(history.bounds, f"{name}.bounds", tensors)
@@ -171,11 +174,7 @@ def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str,
         return windowed
     if isinstance(layer, EvictingLayer):
         layer.lazy_initialization(keys, values)
-        if not isinstance(layer.table, EvictedTable):
-            raise StateError(f"an evicting layer made a {type(layer.table).__name__}")
-        _restore_table(layer.table.blocks, stored["raw"], "raw", parts)
-        layer.table.resume(stored["tokens"], stored["tail_begin"], stored["scale"], parts)
-        return layer.table
+        return _restore_evicted(layer.table, stored, parts)
     if isinstance(layer, QuestLayer):
         bounded = layer.new_table(keys, values)
         _restore_table(bounded.blocks, stored["raw"], "raw", parts)
@@ -208,6 +207,17 @@ def _restore_history(layer: BlockLayer, stored: dict[str, Any], parts: dict[str,
     if "queries" in parts:
         history.queries.recall(stored["queries"], parts["queries"])
     return history
+
+
+def _restore_evicted(table: History | None, stored: dict[str, Any], parts: dict[str, Tensor]) -> EvictedTable:
+    """Fill the empty table of an evicting layer."""
+    if not isinstance(table, EvictedTable):
+        raise StateError(f"an evicting layer made a {type(table).__name__}")
+    _restore_table(table.blocks, stored["raw"], "raw", parts)
+    if isinstance(table, DemotingTable):
+        _restore_table(table.demoted.encoded, stored["demoted"], "demoted", parts)
+    table.resume(stored["tokens"], stored["tail_begin"], stored["scale"], parts)
+    return table
 
 
 def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

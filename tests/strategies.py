@@ -19,6 +19,8 @@ from hf_kvcache import (
     QuestCache,
     SlidingWindowCache,
 )
+from hf_kvcache.quantized import Quantization
+from hf_kvcache.retention import Eviction
 
 # transformers renamed the argument between 5.20 and 5.24.
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -76,6 +78,18 @@ STRATEGIES = [
         "evicting-all-kept",
         "evicting:policy=keydiff,budget=1.0,sinks=2,recent=3,block_size=4",
         lambda config: EvictingCache(config, policy="keydiff", budget=1.0, sinks=2, recent=3, block_size=4),
+        "rounding",
+    ),
+    # What is not kept is encoded, here without loss.
+    Strategy(
+        "evicting-encoded-exact",
+        "quantized:codec=exact,block_size=4+evicting:policy=keydiff,budget=0.5,sinks=2,recent=14",
+        lambda config: KVCache(
+            config,
+            block_size=4,
+            quantization=Quantization(4, 4, "exact"),
+            retention=Eviction("keydiff", 0.5, sinks=2, recent=14),
+        ),
         "rounding",
     ),
     Strategy(

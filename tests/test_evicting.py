@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvcache import ConfigError, EvictingCache, KVCache, SpecError, StateError, build_cache
-from hf_kvcache.retention import POLICIES, EvictedTable, EvictingLayer, Held
+from hf_kvcache.codecs import make_codecs
+from hf_kvcache.retention import POLICIES, DemotingLayer, DemotingTable, EvictedTable, EvictingLayer, Held
 from hf_kvcache.retention.budget import Amount, Budget
 from hf_kvcache.retention.lagkv import LagKV
 from hf_kvcache.retention.policies import make_policy
@@ -33,6 +34,13 @@ LEAST = SINKS + RECENT + BLOCK
 
 def layer(policy: str = "knorm", budget: Amount = 20, per_head: bool = False, recent: float = RECENT) -> EvictingLayer:
     return EvictingLayer(make_policy(policy), Budget(budget), 1, BLOCK, SINKS, recent, per_head)
+
+
+def demoting(
+    policy: str = "knorm", budget: Amount = 20, recent: float = RECENT, bits: int | None = None
+) -> DemotingLayer:
+    codecs = make_codecs("exact" if bits is None else "auto", bits or 4, bits or 4)
+    return DemotingLayer(make_policy(policy), Budget(budget), 1, BLOCK, SINKS, recent, codecs=codecs)
 
 
 def states(tokens: int, rows: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,6 +80,7 @@ class PlainRow:
         self.values: list[Tensor] = []
         self.padding: list[bool] = []
         self.held: list[list[int]] = [[] for _ in range(HEADS)]
+        self.demotes = False
 
     def append(self, keys: Tensor, values: Tensor, padding: bool) -> None:
         for head in self.held:
@@ -94,6 +103,8 @@ class PlainRow:
         places = [[(index, token) for token in head if token < tail_begin] for index, head in enumerate(self.held)]
         recent = [[token for token in head if token >= tail_begin] for head in self.held]
         count = target - len(recent[0])
+        if self.demotes:
+            count = len(places[0]) - (len(places[0]) - count) // BLOCK * BLOCK
         own = max(int(0.2 * count), 1) if per_head else count
         best = [place for head in places for place in sorted(head, key=worth, reverse=True)[:own]]
         others = [place for head in places for place in head if place not in best]
@@ -105,7 +116,8 @@ class PlainRow:
         outputs = []
         for number in range(HEADS * GROUPS):
             head = number // GROUPS
-            seen = [token for token in self.held[head] if not self.padding[token]]
+            held = range(len(self.keys)) if self.demotes else self.held[head]
+            seen = [token for token in held if not self.padding[token]]
             keys = torch.stack([self.keys[token][head] for token in seen])
             values = torch.stack([self.values[token][head] for token in seen])
             outputs.append(torch.softmax(keys @ query[number] / math.sqrt(WIDTH), 0) @ values)
@@ -125,17 +137,20 @@ class Evictions(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         padding=st.integers(0, 9),
         recording=st.booleans(),
-        per_head=st.booleans(),
+        kind=st.sampled_from(["each head", "per_head", "demoting"]),
         recent=st.sampled_from([RECENT, 0.3]),
     )
     def begin(
-        self, rows: int, budget: float, seed: int, padding: int, recording: bool, per_head: bool, recent: float
+        self, rows: int, budget: float, seed: int, padding: int, recording: bool, kind: str, recent: float
     ) -> None:
-        self.layer = layer("knorm", budget, per_head, recent)
-        self.per_head, self.recent = per_head, recent
+        self.per_head, self.recent = kind == "per_head", recent
+        demotes = kind == "demoting"
+        self.layer = demoting("knorm", budget, recent) if demotes else layer("knorm", budget, self.per_head, recent)
         self.budget = budget
         self.generator = torch.Generator().manual_seed(seed)
         self.plain = [PlainRow() for _ in range(rows)]
+        for row in self.plain:
+            row.demotes = demotes
         self.tail_begin = 0
         self.recording = recording
         if recording:
@@ -211,7 +226,7 @@ class Evictions(RuleBasedStateMachine):
         self.layer.check_integrity()
         assert self.layer.get_seq_length() == self.seen
         table = table_of(self.layer)
-        assert table.tokens_held * HEADS == sum(map(len, self.plain[0].held))
+        assert table.exact_tokens * HEADS == sum(map(len, self.plain[0].held))
         keys, values, absent = table.states()
         for number, row in enumerate(self.plain):
             for head, held in enumerate(row.held):
@@ -220,6 +235,9 @@ class Evictions(RuleBasedStateMachine):
                 for found, given in ((keys, row.keys), (values, row.values)):
                     expected = torch.stack([given[token][head] for token in held])
                     assert torch.equal(found[number, head][real], expected)
+            if row.demotes:
+                assert torch.equal(self.layer.keys[number], torch.stack(row.keys, dim=1))
+                assert torch.equal(self.layer.values[number], torch.stack(row.values, dim=1))
 
 
 TestEvictions = Evictions.TestCase
@@ -503,6 +521,38 @@ def test_a_step_back_behind_what_was_dropped_is_refused() -> None:
     target.check_integrity()
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_what_is_not_kept_is_encoded_once_and_read(bits: int) -> None:
+    """In padded and reordered rows: attention is that over the decoded history, which stays as it is."""
+    target, given = demoting("h2o", 0.3, recent=0.5, bits=bits), states(400, rows=3)
+    padding, order, seen, before = torch.tensor([0, 7, 30]), [0, 1, 2], 0, None
+    for step, tokens in enumerate([300, *[1] * 20, 40, *[1] * 40]):
+        if step == 30:
+            order = [2, 0, 2]
+            target.batch_select_indices(torch.tensor(order))
+            before = None if before is None else before[order]
+        part = tuple(each[order, :, seen : seen + tokens] for each in given)
+        seen += tokens
+        mask = torch.ones(tokens, seen, dtype=torch.bool).tril(seen - tokens)
+        mask = mask & (torch.arange(seen) >= padding[order][:, None, None, None])
+        found = feed(target, part, mask)
+        target.check_integrity()
+        keys, values, table = target.keys, target.values, target.table
+        assert isinstance(table, DemotingTable)
+        if step:
+            expected = scaled_dot_product_attention(part[2], keys, values, mask, enable_gqa=True)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        encoded = keys.gather(2, table.demoted.positions[..., None].long().expand(-1, -1, -1, WIDTH))
+        assert encoded.shape[2] >= 0.7 * seen - tokens - BLOCK
+        if before is not None:
+            assert torch.equal(encoded[:, :, : before.shape[2]], before)
+        before = encoded
+    assert torch.equal(keys[0], keys[2])
+    for found, true in ((keys, given[0][order]), (values, given[1][order])):
+        error = (found - true).square().mean() / true.square().mean()
+        assert 0 < error < (0.15 if bits == 2 else 0.02)
+
+
 def test_a_bias_in_the_mask_goes_with_its_token() -> None:
     """Masks may hold a number for every token and head."""
     target = layer()
@@ -521,10 +571,12 @@ def test_a_bias_in_the_mask_goes_with_its_token() -> None:
 
 # Each way of storing and of seeing queries once.
 KINDS = ["keydiff", "snapkv", "h2o", "h2o,per_head=true"]
+ENCODED = ["h2o+quantized:bits=4,block_size=4", "keydiff+quantized:codec=tile,block_size=4"]
 
 
 def evicting(policy: str = "keydiff", budget: object = 12) -> str:
-    return f"evicting:policy={policy},budget={budget},sinks=2,recent=4,block_size=4"
+    policy, plus, other = policy.partition("+")
+    return f"evicting:policy={policy},budget={budget},sinks=2,recent=4,block_size=4{plus}{other}"
 
 
 @pytest.mark.parametrize(
@@ -583,7 +635,7 @@ def test_a_budget_in_bytes_bounds_the_whole_cache(budget: str, rows: int) -> Non
     assert 0.5 * parse_bytes(budget) < held <= parse_bytes(budget)
 
 
-@pytest.mark.parametrize("policy", KINDS)
+@pytest.mark.parametrize("policy", [*KINDS, *ENCODED])
 def test_bytes_can_be_planned(policy: str) -> None:
     """States without values take what real ones take."""
     model = tiny_model("llama", torch.float32)
@@ -597,7 +649,7 @@ def test_bytes_can_be_planned(policy: str) -> None:
     assert planned.memory().unused_bytes == real.memory().unused_bytes
 
 
-@pytest.mark.parametrize("policy", KINDS)
+@pytest.mark.parametrize("policy", [*KINDS, *ENCODED])
 def test_saved_and_loaded_goes_on_bit_for_bit(policy: str, tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
     cache = build_cache(decoder_config(model), evicting(policy))
@@ -664,6 +716,34 @@ def test_attention_that_does_not_leave_tokens_out(policy: str) -> None:
     assert torch.equal(short.tokens, generate(model, None, prompt()).tokens)
     with pytest.raises(StateError, match='attn_implementation="sdpa"'):
         generate(model, build_cache(decoder_config(model), evicting(policy)), prompt())
+
+
+@pytest.mark.parametrize("policy", ENCODED)
+def test_encoded_tokens_are_there_for_any_attention(policy: str) -> None:
+    """Attention that reads whole tensors reads decoded ones, if the policy needs no queries."""
+    model = tiny_model("llama", torch.float32, "eager")
+    cache = build_cache(decoder_config(model), evicting(policy))
+    if not policy.startswith("keydiff"):
+        with pytest.raises(StateError, match="looks at queries"):
+            generate(model, cache, prompt())
+        return
+    generate(model, cache, prompt())
+    sdpa = tiny_model("llama", torch.float32)
+    other = build_cache(decoder_config(sdpa), evicting(policy))
+    generate(sdpa, other, prompt())
+    torch.testing.assert_close(cache.layers[0].keys, other.layers[0].keys)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("evicting:per_head=true+quantized:bits=4", "no per_head"),
+        ("evicting:budget=0.5+quantized:bits=4,recent=64", "leave sinks and recent"),
+    ],
+)
+def test_choices_that_do_not_combine(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_cache(decoder_config(tiny_model("llama")), spec)
 
 
 def test_only_full_attention_is_evicted() -> None:

@@ -4,6 +4,17 @@ from .arena import ArenaPool, Arenas
 from .columns import ColumnTable, Gather, Run
 from .history import History, Usage
 from .pool import BlockPool
-from .table import BlockTable
+from .table import BlockTable, equal_blocks
 
-__all__ = ["ArenaPool", "Arenas", "BlockPool", "BlockTable", "ColumnTable", "Gather", "History", "Run", "Usage"]
+__all__ = [
+    "ArenaPool",
+    "Arenas",
+    "BlockPool",
+    "BlockTable",
+    "ColumnTable",
+    "Gather",
+    "History",
+    "Run",
+    "Usage",
+    "equal_blocks",
+]

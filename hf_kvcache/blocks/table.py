@@ -85,7 +85,7 @@ class BlockTable(ColumnTable):
     def _append_sealed(self, keys: Tensor, values: Tensor) -> None:
         """Append whole blocks, one copy of each distinct one."""
         size = self.pool.block_size
-        for row, taken in enumerate(self.append_columns(_equal_blocks(keys, values, size))):
+        for row, taken in enumerate(self.append_columns(equal_blocks(keys, values, size))):
             columns = list(taken)
             for first, block, length in consecutive(list(taken.values())):
                 begin = columns[first] * size
@@ -101,7 +101,7 @@ class BlockTable(ColumnTable):
         """Let rows whose newly sealed block is bitwise the same share one."""
         size = self.pool.block_size
         index = torch.tensor([[row[-1]] for row in self.private], device=self.pool.device)
-        for row, owner in enumerate(_equal_blocks(*self.pool.gather(index), size)):
+        for row, owner in enumerate(equal_blocks(*self.pool.gather(index), size)):
             if owner[0] != row:
                 block = self.private[owner[0]][-1]
                 self.pool.retain(block)
@@ -110,7 +110,7 @@ class BlockTable(ColumnTable):
                 self.version += 1
 
 
-def _equal_blocks(keys: Tensor, values: Tensor, block_size: int) -> list[list[int]]:
+def equal_blocks(keys: Tensor, values: Tensor, block_size: int) -> list[list[int]]:
     """For each row and block, the first row whose block has the same bits: ``[rows][blocks]``."""
     rows, count = keys.shape[0], keys.shape[2] // block_size
     owners = [[row] * count for row in range(rows)]

@@ -70,13 +70,7 @@ class QuantizedLayer(BlockLayer):
     def check_states(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise InputError unless the states fit the history and hold nothing but finite numbers, as codecs need."""
         super().check_states(key_states, value_states)
-        # On a GPU single tokens are not looked at, since that would make it wait at every step.
-        if (key_states.device.type == "cpu" or key_states.shape[-2] > 1) and not key_states.is_meta:
-            # A sum is cheaper than a look at every number; one that overflows only means that the look is taken.
-            total = key_states.sum(dtype=torch.float32) + value_states.sum(dtype=torch.float32)
-            if not math.isfinite(total.item()):
-                for name, states in (("keys", key_states), ("values", value_states)):
-                    _check_finite(name, states, self.get_seq_length())
+        check_finite(key_states, value_states, self.get_seq_length())
 
     def observe(
         self,
@@ -124,6 +118,17 @@ class QuantizedLayer(BlockLayer):
             keys = f"{table.codecs[0]!r} (as {keys} scores would be off by {table.off_by:.1f} nats)"
         exact = f"{self.sinks} sinks and {self.recent} recent tokens exact"
         return f"keys {keys}, values {values}, blocks of {self.block_size} tokens, {exact}"
+
+
+def check_finite(keys: Tensor, values: Tensor, seen: int) -> None:
+    """Raise InputError if the states of the tokens behind the first `seen` hold anything but finite numbers."""
+    # On a GPU single tokens are not looked at, since that would make it wait at every step.
+    if (keys.device.type == "cpu" or keys.shape[-2] > 1) and not keys.is_meta:
+        # A sum is cheaper than a look at every number; one that overflows only means that the look is taken.
+        total = keys.sum(dtype=torch.float32) + values.sum(dtype=torch.float32)
+        if not math.isfinite(total.item()):
+            for name, states in (("keys", keys), ("values", values)):
+                _check_finite(name, states, seen)
 
 
 def _check_finite(name: str, states: Tensor, seen: int) -> None:

@@ -47,9 +47,7 @@ class QueryRecord:
 
     def add(self, query: Float[Tensor, "rows query_heads queries width"], key_heads: int, end: int) -> None:
         """Take note of the queries of the tokens before position `end`."""
-        precise = query.detach().to(torch.promote_types(query.dtype, torch.float32))
-        squares = precise.square().mean(2).unflatten(1, (key_heads, -1)).mean(2)
-        self._seen.append(_Seen(end, query.shape[2], squares))
+        self._seen.append(_Seen(end, query.shape[2], mean_squares(query, key_heads)))
 
     def recall(self, counts: Sequence[int], squares: Float[Tensor, "rows key_heads width"]) -> None:
         """Take over what another record told."""
@@ -62,3 +60,12 @@ class QueryRecord:
     def truncate(self, tokens: int) -> None:
         """Forget what was seen behind the first `tokens` tokens."""
         self._seen = [seen for seen in self._seen if seen.end <= tokens]
+
+
+def mean_squares(
+    query: Float[Tensor, "rows query_heads queries width"], key_heads: int
+) -> Float[Tensor, "rows key_heads width"]:
+    """Mean squares of the channels of some queries, in float32 or better."""
+    precise = query.detach().to(torch.promote_types(query.dtype, torch.float32))
+    squares: Tensor = precise.square().mean(2).unflatten(1, (key_heads, -1)).mean(2)
+    return squares

@@ -1,6 +1,8 @@
 """What of the history is kept: one file a policy."""
 
 from .choice import Retention
+from .demoting_layer import DemotingLayer
+from .demoting_table import DemotingTable
 from .evicted_table import EvictedTable
 from .evicting_layer import EvictingLayer
 from .eviction import Eviction
@@ -16,6 +18,8 @@ from .window_layer import WindowLayer
 
 __all__ = [
     "POLICIES",
+    "DemotingLayer",
+    "DemotingTable",
     "EvictedTable",
     "EvictingLayer",
     "Eviction",

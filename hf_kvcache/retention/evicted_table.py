@@ -81,9 +81,14 @@ class EvictedTable:
         return 0
 
     @property
+    def exact_tokens(self) -> int:
+        """Tokens of each head and row that are held as they came."""
+        return self.blocks.tokens
+
+    @property
     def tokens_held(self) -> int:
         """Tokens of each head and row that are held."""
-        return self.blocks.tokens
+        return self.exact_tokens
 
     @property
     def raw_pool(self) -> BlockPool:
@@ -92,12 +97,12 @@ class EvictedTable:
 
     @property
     def is_due(self) -> bool:
-        """Whether more is held than may be."""
-        return self.tokens_held > self._allowed
+        """Whether more is held as it came than may be."""
+        return self.exact_tokens > self._allowed
 
     @property
     def _allowed(self) -> int:
-        """Tokens of each row that may be held now."""
+        """Tokens of each row that may be held as they came now."""
         return max(self.limit(self.tokens), least_tokens(self.sink_tokens, self.recent, self.block_size))
 
     def usage(self) -> Usage:
@@ -109,6 +114,10 @@ class EvictedTable:
     def kept_positions(self) -> Int[Tensor, "rows heads kept"]:
         """Places in the history of the columns before those from `tail_begin` on."""
         return self.positions
+
+    def read_positions(self) -> Int[Tensor, "rows heads read"]:
+        """The same for all columns that attention reads, if it reads more."""
+        return self.kept_positions()
 
     def slot_positions(self) -> Int[Tensor, "rows heads columns"]:
         """The place in the history of every column."""
@@ -188,8 +197,9 @@ class EvictedTable:
         target = self._allowed - self.block_size
         begin = max(self.tokens - recent_tokens(self.recent, self._allowed), self.tail_begin)
         recent = self.tokens - begin
-        candidates = self.tokens_held - recent
-        if target - recent >= candidates:
+        candidates = self.exact_tokens - recent
+        count = self._kept_of(candidates, target - recent)
+        if count >= candidates:
             return
         held = self._held(self.queries.last())
         if held.keys.shape[1] != held.values.shape[1]:
@@ -198,10 +208,14 @@ class EvictedTable:
                 "by head: use another cache for this model"
             )
         scores = self._scores(held)[..., : held.positions.shape[2] - recent]
-        arranged = self._keep(held, scores, target - recent)
+        arranged = self._keep(held, scores, count)
         if self.received is not None:
             self.received.rearrange(arranged)
         self.tail_begin = begin
+
+    def _kept_of(self, candidates: int, count: int) -> int:  # noqa: ARG002 - for those that cannot drop any number
+        """How many of the candidates are kept, where the limit asks for `count`."""
+        return count
 
     def _keep(
         self, held: Held, scores: Float[Tensor, "rows heads candidates"], count: int
@@ -251,6 +265,10 @@ class EvictedTable:
         """Copies of keys and values ``[rows, heads, columns, width]``; which columns hold nothing, or None for none."""
         return *materialize(self.blocks, 0), None
 
+    def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
+        """Contiguous copies of the keys and values from position `first_token` on, where all tokens are held."""
+        return materialize(self.blocks, first_token)
+
     def attend(
         self,
         query: Float[Tensor, "rows query_heads queries key_width"],
@@ -262,7 +280,7 @@ class EvictedTable:
 
     def columns_of(self, mask: Tensor | None, query_heads: int) -> Tensor | None:
         """The columns of a mask ``[..., queries, seen]`` that belong to what is held, ``[..., queries, columns]``."""
-        positions = self.kept_positions()
+        positions = self.read_positions()
         kept = positions.shape[2]
         if mask is None or mask.shape[-1] == 1 or not kept:
             return mask
@@ -312,9 +330,9 @@ class EvictedTable:
         rows, heads, kept = self.positions.shape
         if (rows, heads) != (self.rows, self.raw_pool.keys.shape[0]):
             raise StateError(f"positions of {rows} rows and {heads} heads in a table of {self.rows} rows")
-        if kept + self.tokens - self.tail_begin != self.tokens_held:
+        if kept + self.tokens - self.tail_begin != self.exact_tokens:
             tail = self.tokens - self.tail_begin
-            raise StateError(f"{self.tokens_held} tokens are held, but {kept} kept ones and {tail} behind them")
+            raise StateError(f"{self.exact_tokens} tokens are held, but {kept} kept ones and {tail} behind them")
         if kept and not self.positions.is_meta:
             rising = bool((self.positions.diff(dim=2) > 0).all())
             if not rising or int(self.positions.min()) < 0 or int(self.positions.max()) >= self.tail_begin:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..attention import materialize
 from ..errors import ConfigError, StateError
 from ..exactness import Exactness
 from ..layer import BlockLayer
@@ -98,8 +98,11 @@ class EvictingLayer(BlockLayer):
 
         if self.budget.total_bytes is not None:
             self._check_budget(limit(0))
+        return self._new_table(key_states, value_states, limit)
+
+    def _new_table(self, keys: Tensor, values: Tensor, limit: Callable[[int], int]) -> EvictedTable:
         kind = RaggedTable if self.per_head else EvictedTable
-        return kind(key_states, value_states, self.policy, limit, self.block_size, self.sinks, self.recent)
+        return kind(keys, values, self.policy, limit, self.block_size, self.sinks, self.recent)
 
     def update(
         self,
@@ -116,7 +119,7 @@ class EvictingLayer(BlockLayer):
         """See `BlockLayer.check_crop`.
 
         Raises:
-            StateError: What was dropped would be needed.
+            StateError: What was dropped, or encoded, would be needed.
         """
         super().check_crop(tokens_to_remove)
         if self.table is None:
@@ -124,9 +127,9 @@ class EvictingLayer(BlockLayer):
         table = self._evicted_table()
         if table.tokens + tokens_to_remove < table.tail_begin:
             raise StateError(
-                f"{-tokens_to_remove} of {table.tokens} tokens cannot be removed: before token {table.tail_begin} some "
-                f"were dropped. Raise `recent` above {self.recent}, call `cache.activate_past_recording()` before the "
-                "tokens are stored, or start again with `cache.reset()`"
+                f"{-tokens_to_remove} of {table.tokens} tokens cannot be removed: before token {table.tail_begin} "
+                f"not all are held as they came. Raise `recent` above {self.recent}, call "
+                "`cache.activate_past_recording()` before the tokens are stored, or start again with `cache.reset()`"
             )
 
     def observe(
@@ -172,7 +175,7 @@ class EvictingLayer(BlockLayer):
                 f"the policy {self.policy.name!r} looks at queries, which this attention implementation does not show: "
                 'load the model with attn_implementation="sdpa", or take a policy that looks at keys and values alone'
             )
-        return materialize(table.blocks, first_token)
+        return table.materialize(first_token)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

@@ -10,14 +10,16 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..errors import ConfigError
 from ..layer import BlockLayer
+from ..quantized import Quantization, QuantizedLayer
 from .budget import Amount, Budget, Recent
+from .demoting_layer import DemotingLayer
 from .evicting_layer import EvictingLayer
 from .policies import POLICIES, make_policy
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which tokens the full-attention layers of a cache drop, and how many they keep.
+    """Which tokens the full-attention layers of a cache drop, or encode where it is quantized, and how many they keep.
 
     Raises:
         ConfigError: No such policy, or sizes that leave no choice.
@@ -48,21 +50,25 @@ class Eviction:
         return "evicting"
 
     def layer(self, config: PreTrainedConfig, index: int, history: BlockLayer) -> EvictingLayer:
-        """See `Retention.layer`.
+        """See `Retention.layer`. One that would be encoded encodes what is not kept, instead of dropping it.
 
         Raises:
-            ConfigError: The layer would be encoded, whose tokens cannot be chosen one by one.
+            ConfigError: What the two say does not combine.
         """
-        if type(history) is not BlockLayer:
-            raise ConfigError(
-                f"layer {index}: tokens of a {type(history).__name__} cannot be evicted one by one; evict or encode"
-            )
-        layer_types, _ = get_layer_types_and_kwargs(config)
-        return self._layer(layer_types.count("full_attention"), history.block_size)
-
-    def _layer(self, layers: int, block_size: int) -> EvictingLayer:
+        layers = get_layer_types_and_kwargs(config)[0].count("full_attention")
         policy, budget = make_policy(self.policy), Budget(self.budget)
-        return EvictingLayer(policy, budget, layers, block_size, self.sinks, self.recent, self.per_head)
+        if not isinstance(history, QuantizedLayer):
+            return EvictingLayer(
+                policy, budget, layers, history.block_size, self.sinks, self.recent, per_head=self.per_head
+            )
+        if self.per_head:
+            raise ConfigError(f"layer {index}: where tokens are encoded, all heads keep equally many: no per_head")
+        if (history.sinks, history.recent) != (Quantization.sinks, Quantization.recent):
+            raise ConfigError(
+                f"layer {index}: {self.term} says which tokens stay exact; leave sinks and recent of "
+                f"{Quantization.term} out"
+            )
+        return DemotingLayer(policy, budget, layers, history.block_size, self.sinks, self.recent, codecs=history.codecs)
 
     def options(self) -> dict[str, Any]:
         """The same as options of a specification."""

@@ -33,7 +33,7 @@ class RaggedTable(EvictedTable):
     _kept_tokens = 0
 
     @property
-    def tokens_held(self) -> int:
+    def exact_tokens(self) -> int:
         """Tokens of each row that are held, the mean over its heads."""
         return self._kept_tokens + self.blocks.tokens
 
