@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_kvcache.evaluation.caches import REFERENCE, Build, resolve_cache
+from hf_kvcache.evaluation.detours import Copies, Detour, RefusedError, cropped, read, straight
 from hf_kvcache.evaluation.float64 import in_float64
 from hf_kvcache.evaluation.generation import MODES, NEW_TOKENS, Generated, compare, generate
 from hf_kvcache.evaluation.proofs import Audit, Difference, GenerationCheck, Kind, Proof
-from hf_kvcache.evaluation.protocols import Protocol, forward, stream
+from hf_kvcache.evaluation.protocols import Protocol, forward
 
 PROOF_TOKENS = 640
 PROMPT_TOKENS = 120
@@ -41,8 +43,8 @@ def prove(
     """Prove caches on `model` in float64, with at most `PROOF_TOKENS` tokens of `window`.
 
     Logits of every position after the prefill are compared with a run without a cache: fed in chunks (of a
-    size that crosses block boundaries at odd places), and token by token. Generation is compared with
-    `DynamicCache` in every mode.
+    size that crosses block boundaries at odd places), token by token, after other tokens that were taken back, and from
+    copies whose originals went on in another way. Generation is compared with `DynamicCache` in every mode.
 
     Args:
         model: Turned to float64 meanwhile and back exactly.
@@ -67,7 +69,7 @@ def prove(
 
 def steps(caches: int) -> int:
     """How often `prove` calls `step` for so many caches."""
-    logits, modes = 2, len(MODES) if caches else 0
+    logits, modes = 4, len(MODES) if caches else 0
     return 1 + logits + modes + caches * (logits + modes)
 
 
@@ -105,7 +107,7 @@ def judge(
             f"declares itself bitwise exact, but logits differ by up to {difference:.3g} in the working dtype"
         )
     if declared in ("bitwise", "rounding") and proof is not None:
-        texts = proof.complaints + proof.refusals
+        texts = proof.complaints + proof.generation_refusals
         failures.extend(f"declares itself exact ({declared}), but in float64, {text}" for text in texts)
     if declared in ("bitwise", "rounding") and audit is not None and audit.complaint:
         failures.append(f"declares itself exact ({declared}), but {audit.complaint}")
@@ -150,20 +152,26 @@ def _prove_one(
 def _differences(
     model: PreTrainedModel, build: Build, reference: Float64Reference, step: Callable[[], object]
 ) -> Iterator[Difference]:
-    window = reference.window
+    window, chunked = reference.window, _chunked(reference.window)
     single = min(SINGLE_TOKENS, len(window) // 2)
-    ways = {
-        "chunk by chunk": _chunked(window),
-        "token by token": Protocol(len(window), len(window) - 1 - single, chunk_tokens=1),
+    begin = chunked.prefill_tokens
+    part = replace(chunked, window_tokens=max(begin + 2, len(window) * 5 // 8))
+    ways: dict[str, tuple[Protocol, Detour]] = {
+        "chunk by chunk": (chunked, straight),
+        "token by token": (Protocol(len(window), len(window) - 1 - single, chunk_tokens=1), straight),
+        "after steps taken back": (part, cropped),
+        "from copies": (part, Copies()),
     }
-    for mode, protocol in ways.items():
-        largest, scored = 0.0, 0
-        expected = reference.logits[-protocol.scored_tokens :]
-        for chunk in stream(model, _made(build, model), window, protocol):
-            rows = slice(scored, scored + len(chunk.targets))
-            difference = (chunk.logits - expected[rows]).abs().max()
-            largest, scored = float(torch.maximum(difference, difference.new_tensor(largest))), rows.stop
-        yield Difference(mode, scored, largest)
+    for mode, (protocol, detour) in ways.items():
+        largest, place = 0.0, protocol.prefill_tokens - begin
+        try:
+            for logits in read(model, _made(build, model), window[: protocol.window_tokens], protocol, detour):
+                difference = (logits - reference.logits[place : place + len(logits)]).abs().max()
+                largest, place = float(torch.maximum(difference, difference.new_tensor(largest))), place + len(logits)
+        except RefusedError as error:
+            yield Difference(mode, 0, math.nan, str(error))
+        else:
+            yield Difference(mode, protocol.scored_tokens, largest)
         step()
 
 

@@ -9,11 +9,19 @@ Kind = Literal["bitwise", "rounding", "approximate", "undeclared", "unproven", "
 
 
 class Difference(NamedTuple):
-    """The largest logit difference of one way to feed the text against no cache, in float64."""
+    """The largest logit difference of one way to feed the text against no cache, in float64.
+
+    Attributes:
+        mode: Such as `token by token`.
+        positions: Compared; 0 if it was refused.
+        logit_difference: The largest; not a number if it was refused.
+        error: What the cache raised when it was to be cropped or copied; empty if it ran.
+    """
 
     mode: str
     positions: int
     logit_difference: float
+    error: str = ""
 
 
 class GenerationCheck(NamedTuple):
@@ -68,8 +76,8 @@ class Proof:
 
     @property
     def logit_difference(self) -> float:
-        """The largest of all feeding modes."""
-        return max(of.logit_difference for of in self.differences)
+        """The largest of all feeding modes that ran."""
+        return max(of.logit_difference for of in self.differences if not of.error)
 
     @property
     def complaints(self) -> tuple[str, ...]:
@@ -77,14 +85,19 @@ class Proof:
         logits = tuple(
             f"{of.mode}: logits differ by {of.logit_difference:.3g}, tolerance {self.tolerance:.3g}"
             for of in self.differences
-            if not of.logit_difference <= self.tolerance
+            if not of.error and not of.logit_difference <= self.tolerance
         )
         return logits + tuple(of.complaint for of in self.generation if not of.equal and not of.error)
 
     @property
-    def refusals(self) -> tuple[str, ...]:
+    def generation_refusals(self) -> tuple[str, ...]:
         """Generation modes that raised with this cache, one sentence each: not wrong, but not possible."""
         return tuple(of.complaint for of in self.generation if of.error)
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """All modes that raised, those among them that no cache has to offer: being cropped, being copied."""
+        return tuple(f"{of.mode}: {of.error}" for of in self.differences if of.error) + self.generation_refusals
 
 
 class Rewrite(NamedTuple):

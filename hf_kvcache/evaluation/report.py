@@ -179,7 +179,12 @@ def _proof_lines(cache: CacheResult) -> list[str]:
             f"tolerance {proof.tolerance:.1e}."
         ),
         "",
-        *(f"- {of.mode}, {of.positions} positions: {of.logit_difference:.1e}" for of in proof.differences),
+        *(
+            f"- {of.mode}: refused, {of.error}"
+            if of.error
+            else f"- {of.mode}, {of.positions} positions: {of.logit_difference:.1e}"
+            for of in proof.differences
+        ),
         *(
             f"- {of.mode}: same tokens, scores within {of.score_difference:.1e}" if of.equal else f"- {of.complaint}"
             for of in proof.generation

@@ -22,15 +22,17 @@ def proofs(*specs, model=None, **options):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_exact_caches_are_proven_to_1e_13_also_where_softmax_and_norms_ask_for_float32(attention):
     model = toys.tiny_model(attn_implementation=attention)
-    for proof in proofs("dynamic", "static", "paged", model=model):
+    for proof in proofs("static", "paged", model=model):
         assert proof.complaints == ()
         assert proof.attention == attention
         assert 0 < proof.logit_difference < 1e-13 * proof.logit_scale
 
 
-def test_all_generation_modes_are_compared():
+def test_all_ways_of_feeding_and_generation_modes_are_compared():
     yardstick, proof = proofs("paged")
     assert yardstick.generation == ()
+    assert [of.positions for of in proof.differences] == [112, 32, 55, 55]
+    assert proof.refusals == ()
     assert [of.mode for of in proof.generation] == list(MODES)
     assert all(of.equal and of.score_difference < 1e-12 for of in proof.generation)
 
@@ -39,8 +41,36 @@ def test_all_generation_modes_are_compared():
 def test_broken_caches_are_caught_in_every_way_of_feeding(fault):
     _, proof = proofs(f"toys:{fault}")
     assert all(of.logit_difference > 1e6 * proof.tolerance for of in proof.differences)
-    assert len(proof.complaints) >= 2
+    assert len(proof.complaints) >= 4
     assert judge("rounding", False, 1.0, proof)[1] != ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"), [("leaves_traces", "after steps taken back"), ("shared_copy", "from copies")]
+)
+def test_faults_of_single_operations_are_caught_there_alone(fault, mode):
+    _, proof = proofs(f"toys:{fault}")
+    assert [of.mode for of in proof.differences if not of.logit_difference <= proof.tolerance] == [mode]
+    assert proof.complaints[0].startswith(f"{mode}: logits differ by")
+    assert judge("rounding", False, 1e-5, proof)[1] != ()
+
+
+def test_what_no_cache_has_to_offer_is_listed_and_no_contradiction():
+    class Plain(DynamicCache):
+        is_croppable = False
+
+        def __deepcopy__(self, memo):
+            raise TypeError("no copies")
+
+    _, proof = prove(toys.tiny_model(), [lambda config: Plain(config=config)], WINDOW)
+    assert proof.refusals[:2] == (
+        "after steps taken back: NotImplementedError: Plain says that it cannot be cropped",
+        "from copies: TypeError: no copies",
+    )
+    assert proof.complaints == ()
+    measured, failures = judge("bitwise", True, 0.0, proof)
+    assert measured == "bitwise"
+    assert [of.partition("in float64, ")[2][:13] for of in failures] == ["prompt lookup"]
 
 
 def test_padding_on_the_wrong_side_is_caught_in_the_padded_batch():

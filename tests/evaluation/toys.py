@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG002 - the signatures are those of transformers
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -91,6 +92,38 @@ class RightPadded(ToyCache):
         old = states[:, :, :-new]
         moved = torch.cat([old[:1].roll(-PAD_TOKENS, dims=2), old[1:]])
         return torch.cat([moved, states[:, :, -new:]], dim=2)
+
+
+class LeavesTraces(ToyCache):
+    """Forgets to take the values back when it is cropped: those of the tokens before lie there twice."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        values = [layer.values[:, :, tokens_to_remove:] for layer in self.layers]
+        super().crop(tokens_to_remove)
+        for layer, wrong in zip(self.layers, values, strict=True):
+            layer.values[:, :, -wrong.shape[2] :] = wrong
+
+
+class SharedCopy(ToyCache):
+    """A copy that goes on in the memory of the original."""
+
+    room = 400
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        seen = self.get_seq_length(layer_idx)
+        self.buffers = getattr(self, "buffers", {})
+        if layer_idx not in self.buffers:
+            self.buffers[layer_idx] = key_states.new_zeros(*key_states.shape[:2], self.room, key_states.shape[3])
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.buffers[layer_idx][:, :, seen : keys.shape[2]] = key_states
+        return self.buffers[layer_idx][:, :, : keys.shape[2]], values
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        memo[id(self.buffers)] = dict(self.buffers)
+        made = DynamicCache.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = {name: copy.deepcopy(of, memo) for name, of in vars(self).items()}
+        return made
 
 
 class Jittering(ToyCache):
@@ -226,6 +259,14 @@ def renumbered(config: PreTrainedConfig) -> Cache:
 
 def right_padded(config: PreTrainedConfig) -> Cache:
     return RightPadded(config=config)
+
+
+def leaves_traces(config: PreTrainedConfig) -> Cache:
+    return LeavesTraces(config=config)
+
+
+def shared_copy(config: PreTrainedConfig) -> Cache:
+    return SharedCopy(config=config)
 
 
 def jittering(config: PreTrainedConfig) -> Cache:
