@@ -102,6 +102,10 @@ class Cost:
         tokens: One token more, at several lengths of the history.
         peak_bytes: The most bytes of tensors that live at once, beside the weights, while one token is read after the
             prompt: what the cache holds, and what it and the model need meanwhile.
+        allocator_peak_bytes: The same as the device's allocator counts it; None where it does not (on CPUs).
+        process_peak_bytes: The largest resident size of the whole process meanwhile, weights and libraries included;
+            None where the system does not tell.
+        dropped_tokens: Tokens of the prompt that no layer holds any more; None if the cache does not tell.
     """
 
     prompt_tokens: int
@@ -109,3 +113,6 @@ class Cost:
     prompt_tokens_per_second: float
     tokens: tuple[TokenCost, ...]
     peak_bytes: int
+    allocator_peak_bytes: int | None
+    process_peak_bytes: int | None
+    dropped_tokens: int | None

@@ -215,10 +215,17 @@ def _cost(results: Results) -> Iterator[Table]:
         return
     contexts = [of.context_tokens for of in rows[0][1].tokens]
     prompt = rows[0][1].prompt_tokens
+    last: dict[str, Callable[[Cost], int | None]] = {
+        "MiB peak, allocator": lambda of: of.allocator_peak_bytes,
+        "MiB peak, whole process": lambda of: of.process_peak_bytes,
+        "tokens dropped": lambda of: of.dropped_tokens,
+    }
+    told = {name: read for name, read in last.items() if any(read(of) for _, of in rows)}
     yield Table(
         "Cost",
         "Medians; in brackets how many times faster than the reference, round by round. Peak: most bytes of tensors "
-        f"alive at once, beside the weights, while one token is read after the prompt of {prompt:,}.",
+        f"alive at once, beside the weights, while one token is read after the prompt of {prompt:,}; of the whole "
+        "process: resident, with weights, libraries and what was freed and not given back.",
         (
             "cache",
             f"first token of {prompt:,}, ms",
@@ -226,9 +233,23 @@ def _cost(results: Results) -> Iterator[Table]:
             *(f"ms/token after {of:,}" for of in contexts),
             *(f"MiB held after {of:,}" for of in contexts),
             "MiB peak",
+            *told,
         ),
-        tuple((label(cache), *_cost_cells(of, contexts)) for cache, of in rows),
+        tuple(
+            (
+                label(cache),
+                *_cost_cells(of, contexts),
+                *(_told_cell(read(of), mib="MiB" in name) for name, read in told.items()),
+            )
+            for cache, of in rows
+        ),
     )
+
+
+def _told_cell(value: int | None, mib: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 2**20:.2f}" if mib else f"{value:,}"
 
 
 def _cost_cells(cost: Cost, contexts: Sequence[int]) -> Iterator[str]:

@@ -1,4 +1,5 @@
 import gc
+import sys
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from transformers import DynamicCache
 
 from hf_kvcache.evaluation import evaluate, measured_bytes, report
 from hf_kvcache.evaluation.cost import measure_cost
+from hf_kvcache.evaluation.high_water import HighWater, allocated_bytes
 from hf_kvcache.evaluation.memory import reachable_tensors
 from hf_kvcache.evaluation.peak import PeakBytes
 from hf_kvcache.evaluation.protocols import forward
@@ -48,9 +50,14 @@ def test_the_plain_cache_needs_one_layer_twice_when_it_grows():
 
 def test_cost_of_every_cache_in_one_run(tmp_path):
     results = evaluate(
-        toys.loaded(), [toys.TEXT], ["static", "none"], tasks=["cost"], contexts=(30, 90), progress=False
+        toys.loaded(),
+        [toys.TEXT],
+        ["static", "evicting:budget=160", "none"],
+        tasks=["cost"],
+        contexts=(30, 90),
+        progress=False,
     )
-    dynamic, static, none = (of.cost for of in (results.reference, *results.caches))
+    dynamic, static, evicting, none = (of.cost for of in (results.reference, *results.caches))
     assert [of.context_tokens for of in dynamic.tokens] == [30, 90]
     assert dynamic.tokens[1].bytes_held == pytest.approx(103 * TOKEN)
     assert all(of.milliseconds > 0 and of.low <= of.milliseconds <= of.high for of in dynamic.tokens)
@@ -63,6 +70,43 @@ def test_cost_of_every_cache_in_one_run(tmp_path):
     assert dynamic.prompt_tokens_per_second == pytest.approx(1e3 * dynamic.prompt_tokens / dynamic.first_token_ms)
     text = report.write_report(results, tmp_path)[1].read_text()
     assert "ms/token after 90" in text
+    assert (dynamic.dropped_tokens, none.dropped_tokens, dynamic.allocator_peak_bytes) == (None, None, None)
+    assert evicting.prompt_tokens - 160 <= evicting.dropped_tokens < evicting.prompt_tokens - 90
+    assert "tokens dropped" in text
+    assert "allocator" not in text
+    assert ("whole process" in text) == (sys.platform == "linux")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process reset its mark")
+def test_the_mark_of_the_process_is_that_of_what_runs_inside():
+    sizes = []
+    for mib in (96, 0):
+        with HighWater(torch.device("cpu"), 0) as marks:
+            torch.ones(mib, 2**18)
+        sizes.append(marks.process_bytes)
+    assert sizes[0] - sizes[1] > 64 * 2**20
+
+
+def test_the_mark_of_an_allocator_leaves_out_what_was_there(monkeypatch):
+    """No GPU here: a module with the functions that those of torch have."""
+
+    class Counting:
+        peak, now = 900, 500
+
+        def reset_peak_memory_stats(self, _):
+            self.peak = self.now
+
+        def max_memory_allocated(self, _):
+            return self.peak
+
+        def memory_allocated(self, _):
+            return self.now
+
+    module, device = Counting(), torch.device("cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    with HighWater(device, allocated_bytes(device)) as marks:
+        module.peak = 700
+    assert marks.allocator_bytes == 200
 
 
 def test_a_cache_asked_for_twice_is_measured_once():
