@@ -17,7 +17,7 @@ from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.models import load_model
 from hf_kvcache.evaluation.processes import own_device, team
 from hf_kvcache.evaluation.protocols import Protocol
-from hf_kvcache.evaluation.report import main_table, write_report
+from hf_kvcache.evaluation.report import as_text, main_table, write_report
 from hf_kvcache.evaluation.results import ContradictionError, Results
 from hf_kvcache.evaluation.retrieval import Grid
 from hf_kvcache.evaluation.run import evaluate
@@ -81,7 +81,7 @@ def evaluate_command(
     """Say whether caches are exact, how far they are if not, and what they hold.
 
     Ends with exit code 1 if a cache is not what it declares, after writing the report; with 2 if the request
-    is impossible.
+    is impossible, or the report cannot be written (its numbers are printed then).
     """
     console = Console()
     try:
@@ -108,18 +108,30 @@ def evaluate_command(
         Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
         raise typer.Exit(2) from error
     if team(loaded.model.device).first:
-        _show(results, write_report(results, output), console)
+        _show(results, console)
+        _write(results, output, console)
     if results.failures:
         raise typer.Exit(1)
 
 
-def _show(results: Results, files: list[Path], console: Console) -> None:
+def _write(results: Results, folder: Path, console: Console) -> None:
+    """Write the report; if that fails, print the record, so that nothing is lost that was computed."""
+    try:
+        files = write_report(results, folder)
+    except OSError as error:
+        typer.echo(as_text(results))
+        message = f"the report cannot be written: {error}. results.json was printed instead"
+        Console(stderr=True).print(f"[red]OSError[/red]: {message}", highlight=False)
+        raise typer.Exit(2) from error
+    console.print(f"Report: {files[1]}", highlight=False)
+
+
+def _show(results: Results, console: Console) -> None:
     console.print(_table(results))
     for found in results.caches:
         console.print(verdict_line(found, results.reference), highlight=False, markup=False)
     for failure in results.failures:
         console.print(f"[bold red]FAILED[/bold red] {failure}", highlight=False)
-    console.print(f"Report: {files[1]}", highlight=False)
 
 
 def _numbers(text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

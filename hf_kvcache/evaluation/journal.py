@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,18 @@ class Journal:
         return path.read_bytes() if path is not None and path.is_file() else None
 
     def save(self, name: str, piece: bytes) -> None:
-        """Save a piece, completely or not at all."""
+        """Save a piece, completely or not at all. Where that fails (a full disk), warn and keep nothing more."""
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        scratch = self.folder / f".{name}.{os.getpid()}"
-        scratch.write_bytes(piece)
-        scratch.replace(self.folder / name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.folder / name, piece)
+        except OSError as error:
+            message = (
+                f"finished pieces are not kept any more: {error}. The run goes on; interrupted, it starts anew here"
+            )
+            warnings.warn(message, stacklevel=2)
+            self.folder = None
 
     def close(self) -> None:
         """The run is complete: forget its pieces."""
@@ -46,6 +52,21 @@ class Journal:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.folder.parent.is_dir() and not any(self.folder.parent.iterdir()):
             self.folder.parent.rmdir()
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, or leave the one that is there as it is.
+
+    Raises:
+        OSError: It cannot be written; nothing of it is left.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def pack(arrays: dict[str, np.ndarray]) -> bytes:

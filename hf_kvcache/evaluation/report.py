@@ -7,13 +7,14 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from hf_kvcache.evaluation.journal import write_whole
 from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Results
 from hf_kvcache.evaluation.retrieval import mean
 from hf_kvcache.evaluation.samples import Fidelity
 from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
 from hf_kvcache.evaluation.verdicts import rewrites, verdict, verdict_line
 
-__all__ = ["as_json", "as_markdown", "main_table", "verdict", "write_report"]
+__all__ = ["as_json", "as_markdown", "as_text", "main_table", "verdict", "write_report"]
 
 Column: TypeAlias = tuple[str, Callable[[CacheResult], str]]
 """A heading, and what stands below it."""
@@ -30,7 +31,10 @@ def write_report(results: Results, folder: Path) -> list[Path]:
     """Write everything into `folder`, made if missing; gives the files.
 
     In this order: results.json, report.md, report.html, samples.parquet if text was scored, and the plots. The numbers
-    are written first: a plot that fails loses nothing.
+    are written first, completely or not at all: a plot that fails, or a full disk, loses nothing.
+
+    Raises:
+        OSError: A file cannot be written.
     """
     from hf_kvcache.evaluation.html import as_html
     from hf_kvcache.evaluation.parquet import write_samples
@@ -38,7 +42,7 @@ def write_report(results: Results, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     numbers, text = folder / "results.json", folder / "report.md"
-    numbers.write_text(json.dumps(as_json(results), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(numbers, as_text(results).encode())
     text.write_text(as_markdown(results, ()), encoding="utf-8")
     page = folder / "report.html"
     page.write_text(as_html(results, _sizes(results), main_table(results), _proofs(results)), encoding="utf-8")
@@ -46,6 +50,11 @@ def write_report(results: Results, folder: Path) -> list[Path]:
     plots = write_plots(results, folder)
     text.write_text(as_markdown(results, [plot.name for plot in plots]), encoding="utf-8")
     return [numbers, text, page, *samples, *plots]
+
+
+def as_text(results: Results) -> str:
+    """results.json."""
+    return json.dumps(as_json(results), indent=2, allow_nan=False) + "\n"
 
 
 def as_json(results: Results) -> dict[str, Any]:

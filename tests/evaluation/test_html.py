@@ -1,4 +1,8 @@
+import base64
+import json
 import math
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -64,6 +68,47 @@ def test_the_page_is_whole_and_needs_nothing_else(written):
     assert "http" not in text
     assert "<tiny>" not in text
     assert "Cache evaluation: <tiny> & co" in page.texts
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+QUESTIONS = """<script>
+{
+const cells = () => [...document.querySelector("tbody").rows].map((row) => row.cells[0].textContent);
+const found = { before: cells() };
+const table = document.querySelector("table.sortable"), head = [...table.tHead.rows[0].cells];
+const column = head.findIndex((of) => of.textContent === "KL mean");
+const press = () => head[column].querySelector("button").click();
+press(); found.up = cells(); press(); found.down = cells(); found.sorted = head[column].getAttribute("aria-sort");
+const dot = document.querySelector("circle[data-tip]"), tip = document.getElementById("tip");
+dot.dispatchEvent(new PointerEvent("pointermove", { clientX: 5, clientY: 5 }));
+found.tip = [dot.dataset.tip, tip.textContent, getComputedStyle(tip).display];
+dot.dispatchEvent(new PointerEvent("pointerleave")); found.gone = getComputedStyle(tip).display;
+const legend = document.querySelector(".legend"), lines = legend.ownerSVGElement.querySelector(".series");
+const shown = () => [legend.getAttribute("aria-pressed"), getComputedStyle(lines).display];
+found.shown = shown(); legend.dispatchEvent(new MouseEvent("click")); found.hidden = shown();
+legend.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" })); found.again = shown();
+document.body.innerHTML = "<pre>" + btoa(unescape(encodeURIComponent(JSON.stringify(found)))) + "</pre>";
+}
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+def test_the_page_works_in_a_browser(written, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text((written[1] / "report.html").read_text().replace("</body>", f"{QUESTIONS}</body>"))
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}", "--dump-dom"]
+    done = subprocess.run([BROWSER, *arguments, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(base64.b64decode(done.stdout.split("<pre>")[1].split("</pre>")[0]))
+    table = report.main_table(written[0])
+    assert found["before"] == [row[0] for row in table.rows]
+    exact = ["dynamic (reference)", "static"]
+    assert set(found["up"][:2]) | {found["up"][2]} == {*exact, "no cache (noise floor)"}
+    assert found["up"][3] == found["down"][0] == "toys:rounded"
+    assert found["sorted"] == "descending"
+    assert found["tip"] == [found["tip"][0], found["tip"][0], "block"]
+    assert found["gone"] == "none"
+    assert found["shown"] == found["again"] == ["true", "inline"]
+    assert found["hidden"] == ["false", "none"]
 
 
 def test_every_cell_stands_under_its_heading(written):

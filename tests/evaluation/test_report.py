@@ -132,3 +132,14 @@ def test_an_impossible_request_ends_with_code_2(invoke, tmp_path, arguments):
     done = invoke("--output", str(tmp_path / "never"), *arguments)
     assert done.exit_code == 2
     assert not (tmp_path / "never").exists()
+
+
+def test_results_that_cannot_be_written_are_printed(invoke, tmp_path):
+    (tmp_path / "results.json").mkdir()
+    done = invoke("--cache", "dynamic", "--task", "fidelity", "--output", str(tmp_path))
+    assert done.exit_code == 2
+    assert "the report cannot be written" in done.output
+    text = done.output
+    record, _ = json.JSONDecoder().raw_decode(text[text.index('{\n  "schema"') :])
+    assert record["caches"][0]["spec"] == "dynamic"
+    assert record["scored_tokens"] == 94

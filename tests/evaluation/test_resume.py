@@ -1,7 +1,10 @@
+import errno
+from pathlib import Path
+
 import pytest
 import toys
 
-from hf_kvcache.evaluation import ContradictionError, Grid, Protocol, evaluate, retrieval, scoring
+from hf_kvcache.evaluation import ContradictionError, Grid, Protocol, evaluate, report, retrieval, scoring
 from hf_kvcache.evaluation.journal import Journal
 
 MODEL = toys.loaded()
@@ -95,3 +98,37 @@ def test_pieces_are_saved_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
     Journal(None, {}).save("x", b"piece")
     Journal(None, {}).close()
+
+
+def full_disk(monkeypatch, after):
+    """Let so many files be written; of the next ones half, as on a full disk."""
+    real, calls = Path.write_bytes, []
+
+    def write(self, content):
+        calls.append(self)
+        if len(calls) <= after:
+            return real(self, content)
+        real(self, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+
+
+def test_a_disk_that_is_full_while_pieces_are_kept_stops_nothing(tmp_path, monkeypatch):
+    whole = measure()
+    full_disk(monkeypatch, after=1)
+    with pytest.warns(UserWarning, match="not kept any more: .* No space left"):
+        found = measure(tmp_path)
+    assert found.caches == whole.caches
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_the_last_results(tmp_path, monkeypatch):
+    report.write_report(measure(), tmp_path)
+    before = (tmp_path / "results.json").read_text()
+    results = measure(seed=1)
+    with monkeypatch.context() as patch:
+        full_disk(patch, after=0)
+        with pytest.raises(OSError, match="No space left"):
+            report.write_report(results, tmp_path)
+    assert (tmp_path / "results.json").read_text() == before
+    assert not [of for of in tmp_path.iterdir() if of.name.startswith(".")]
