@@ -42,14 +42,17 @@ def repeated(ids: torch.Tensor, tokens: int, again: int) -> torch.Tensor:
 
 
 def read(model: PreTrainedModel, spec: str, ids: torch.Tensor, chunk: int) -> list[dict[str, Any]]:
-    """Feed `ids` through the cache `spec`; for every chunk its end, loss in nats, seconds and the bytes then held."""
+    """Feed `ids` through the cache `spec`; for every chunk its end, loss in nats, seconds and the bytes then held.
+
+    Seconds are the processor time of all threads, which a machine that does other things besides does not lengthen.
+    """
     cache = resolve_cache(spec, len(ids))(model.config)
     steps = []
     for begin in tqdm(range(0, len(ids) - 1, chunk), desc=spec, unit="chunk"):
         end = min(begin + chunk, len(ids) - 1)
-        start = time.perf_counter()
+        start = time.process_time()
         logits = forward(model, ids[None, begin:end], cache)[0]
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         losses = torch.nn.functional.cross_entropy(logits.float(), ids[begin + 1 : end + 1], reduction="sum")
         if hasattr(cache, "memory"):
             held = cache.memory().total_bytes
@@ -69,7 +72,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], trained: int, file: Path) -> Non
     """Perplexity, bytes and time against the place in the text."""
     figure = Figure(figsize=(8, 9), layout="constrained")
     for place, (quantity, label) in enumerate(
-        (("perplexity", "perplexity"), ("bytes", "MiB held"), ("seconds", "ms per token"))
+        (("perplexity", "perplexity"), ("bytes", "MiB held"), ("seconds", "processor ms per token"))
     ):
         axes = figure.add_subplot(3, 1, place + 1)
         for color, (spec, steps) in zip(COLORS, runs.items(), strict=False):
