@@ -72,6 +72,12 @@ def evaluate_command(
     dtype: Annotated[Dtype, typer.Option(help="Working dtype.")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     output: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("results/eval"),
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps the reference's logits for other runs; those in it are not computed anew."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of bootstrap draws and sampled generation.")] = 0,
     config: Annotated[  # noqa: ARG001 - it only sets the defaults of the others
         Path | None,
@@ -101,6 +107,7 @@ def evaluate_command(
             seed=seed,
             dataset=dataset,
             folder=output,
+            reference=reference,
         )
     except ContradictionError as error:
         results = error.results

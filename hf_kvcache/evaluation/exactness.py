@@ -74,13 +74,14 @@ def steps(caches: int) -> int:
 
 
 def judge(
-    declared: Kind, identical: bool, difference: float, proof: Proof | None, audit: Audit | None = None
+    declared: Kind, identical: bool | None, difference: float, proof: Proof | None, audit: Audit | None = None
 ) -> tuple[Kind, tuple[str, ...]]:
     """Give the class that the measurements support, and where they contradict the claim.
 
     Args:
         declared: What the cache claims.
-        identical: Whether all working-dtype logits were bitwise those of the reference.
+        identical: Whether all working-dtype logits were bitwise those of the reference; None if the reference is of
+            another run, so that they cannot be.
         difference: The largest of those logit differences; not finite if there were NaNs.
         proof: The float64 proof, if it was run.
         audit: What became of stored states, if that was looked at.
@@ -102,7 +103,7 @@ def judge(
             "declares itself approximate, but every logit is bitwise the reference's: it never engaged. "
             "Score a longer window, or look whether its parameters leave it anything to do"
         )
-    if declared == "bitwise" and not identical:
+    if declared == "bitwise" and identical is False:
         failures.append(
             f"declares itself bitwise exact, but logits differ by up to {difference:.3g} in the working dtype"
         )

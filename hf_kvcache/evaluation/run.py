@@ -24,6 +24,7 @@ from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.processes import team
 from hf_kvcache.evaluation.proofs import Audit, Kind, Proof
 from hf_kvcache.evaluation.protocols import Protocol
+from hf_kvcache.evaluation.reference import StoredReference
 from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Results
 from hf_kvcache.evaluation.retrieval import Grid, measure_retrieval
 from hf_kvcache.evaluation.scoring import ScoredText, score_text
@@ -51,6 +52,7 @@ def evaluate(
     seed: int = 0,
     dataset: str = "",
     folder: Path | None = None,
+    reference: Path | None = None,
     progress: bool = True,
 ) -> Results:
     """Evaluate caches on a model and a text, against `DynamicCache` in the same dtype and against no cache.
@@ -75,6 +77,8 @@ def evaluate(
         dataset: Name of the text, for the record.
         folder: Where finished windows and retrieval problems are kept while it runs: the same call after an
             interruption goes on from them. None keeps nothing.
+        reference: Where the reference's logits are kept: those that are there take the place of computed ones, the
+            others are added, see `reference.py`. None keeps none.
         progress: Whether to show progress bars.
 
     Raises:
@@ -91,7 +95,9 @@ def evaluate(
     if stride_tokens is not None:
         check_stride(loaded.tokenizer, protocol.window_tokens, stride_tokens)
     rows = [candidate(spec, protocol, loaded.model) for spec in (REFERENCE, "none", *caches)]
-    journal = Journal(folder, _request(loaded, rows, protocol, grid, max_tokens=max_tokens, seed=seed, dataset=dataset))
+    stored = StoredReference(reference, loaded, protocol) if reference and needs_scoring(chosen) else None
+    others = {"max_tokens": max_tokens, "seed": seed, "dataset": dataset, "reference": stored and stored.maker}
+    journal = Journal(folder, _request(loaded, rows, protocol, grid, **others))
     processes = team(loaded.model.device)
     progress = progress and processes.first
     scored = None
@@ -101,15 +107,15 @@ def evaluate(
         texts = windows(documents, loaded.tokenizer, protocol, max_tokens)
         builds = [row.build for row in rows]
         with tqdm(total=max_tokens, unit=" tokens", desc="scoring", disable=not progress) as bar:
-            scored = score_text(loaded, builds, texts, protocol, journal, processes, bar.update)
+            scored = score_text(loaded, builds, texts, protocol, journal, processes, bar.update, stored)
         if "exactness" in chosen:
             window = scored.window
             proofs = processes.by_first(lambda: _proofs(loaded.model, rows, window, seed, progress))
             audits = processes.by_first(lambda: _audits(loaded.model, rows, window, progress))
-    reference, floor, *found = (
+    plain, floor, *found = (
         _result(row, place, proofs[place], audits[place], scored=scored, seed=seed) for place, row in enumerate(rows)
     )
-    measured = [reference, *found]
+    measured = [plain, *found]
     specs = [of.spec for of in measured]
     if stride_tokens is not None:
         sizes = {
@@ -143,7 +149,9 @@ def evaluate(
         reference=measured[0],
         noise_floor=floor,
         caches=tuple(measured[1:]),
-        environment=environment(loaded.model) | {"processes": processes.count},
+        environment=environment(loaded.model)
+        | {"processes": processes.count}
+        | ({"reference": f"{stored.maker}, from {stored.folder}"} if stored else {}),
         seconds=time.perf_counter() - started,
         positions=scored.positions if scored else None,
     )
@@ -204,7 +212,8 @@ def _result(
     if scored:
         samples = scored.samples
         figures = fidelity(samples[place], samples[0], samples[1], scored.positions, seed)
-        measured, failures = judge(row.declared, figures.identical, figures.logit_difference_max, found, history)
+        identical = figures.identical if scored.comparable else None
+        measured, failures = judge(row.declared, identical, figures.logit_difference_max, found, history)
     return CacheResult(
         spec=row.spec,
         declared=row.declared,

@@ -1,13 +1,15 @@
 """Score one text through several caches side by side, window by window: some 50 bytes a scored token are kept."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from hf_kvcache.evaluation.caches import Build
 from hf_kvcache.evaluation.divergence import Reference
@@ -16,6 +18,7 @@ from hf_kvcache.evaluation.memory import measured_bytes
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.processes import Team
 from hf_kvcache.evaluation.protocols import Protocol, Scored, stream
+from hf_kvcache.evaluation.reference import StoredReference
 from hf_kvcache.evaluation.samples import Positions, Samples
 from hf_kvcache.evaluation.windows import Window, count_units
 
@@ -33,6 +36,8 @@ class ScoredText:
         samples: Of each cache, in the order asked for; the first is the reference.
         bytes_held: Of each cache, at the end of the first window.
         tokens_held: Fed to each by then; 0 where there is no cache.
+        comparable: Whether the reference's logits are, bit for bit, those that its cache computes here; a stored one's
+            may not be.
     """
 
     window: Int[Tensor, " tokens"]
@@ -40,6 +45,7 @@ class ScoredText:
     samples: tuple[Samples, ...]
     bytes_held: tuple[int, ...]
     tokens_held: tuple[int, ...]
+    comparable: bool
 
 
 def score_text(
@@ -50,6 +56,7 @@ def score_text(
     journal: Journal,
     team: Team,
     advance: Callable[[int], object],
+    reference: StoredReference | None = None,
 ) -> ScoredText:
     """Score all windows through all caches. Processes take turns at windows, and all of them get the whole result.
 
@@ -61,6 +68,7 @@ def score_text(
         journal: Where finished windows are kept, and found after an interruption.
         team: The processes that share the work.
         advance: Called with the number of tokens that were scored, by whichever process.
+        reference: Takes the place of the first cache, or keeps what it computes; None does neither.
     """
     pieces: dict[int, dict[str, np.ndarray]] = {}
     first = torch.empty(0, dtype=torch.long)
@@ -74,7 +82,9 @@ def score_text(
         if np.array_equal(arrays.get("shared.targets", ()), window.ids[protocol.prefill_tokens + 1 :]):
             advance(len(arrays["shared.targets"]))
         else:  # not there, or of another text
-            arrays = _score(loaded, builds, window, protocol, advance)
+            stored = None if reference is None else partial(reference.stream, number=number)
+            arrays = _score(loaded, builds, window, protocol, stored=stored, advance=advance)
+            arrays["comparable"] = np.array(reference is None or reference.same)
             journal.save(f"window-{number}", pack(arrays))
         pieces[number] = arrays
     return _joined(first, team.share(pieces), len(builds))
@@ -85,12 +95,17 @@ def _score(
     builds: Sequence[Build],
     window: Window,
     protocol: Protocol,
+    *,
+    stored: Callable[[Cache | None, Tensor], Iterator[Scored]] | None,
     advance: Callable[[int], object],
 ) -> dict[str, np.ndarray]:
     """Score one window through all caches: everything that is known about it, by name."""
     columns: defaultdict[str, list[Tensor]] = defaultdict(list)
     made = [build(loaded.model.config) for build in builds]
-    for chunks in zip(*(stream(loaded.model, cache, window.ids, protocol) for cache in made), strict=True):
+    streams = [stream(loaded.model, cache, window.ids, protocol) for cache in made]
+    if stored is not None:
+        streams[0] = stored(made[0], window.ids)
+    for chunks in zip(*streams, strict=True):
         places = torch.arange(len(chunks[0].targets)) + chunks[0].first_position
         columns["shared.targets"].append(chunks[0].targets)
         columns["shared.distances"].append(places)
@@ -130,4 +145,5 @@ def _joined(first: Int[Tensor, " tokens"], windows: list[dict[str, np.ndarray]],
         samples=tuple(Samples(**columns(str(place))) for place in range(caches)),
         bytes_held=tuple(held),
         tokens_held=tuple(tokens),
+        comparable=bool(windows[0]["comparable"]),
     )
