@@ -15,11 +15,12 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_kvcache.errors import SpecError
+from hf_kvcache.errors import InputError, SpecError
 from hf_kvcache.evaluation.caches import resolve_cache
 from hf_kvcache.evaluation.continuation import likelihood, read_context
 from hf_kvcache.evaluation.models import source_of
@@ -45,11 +46,14 @@ class CachedLM(HFLM):
         pretrained: As in `load_model`, or a model.
         cache: A cache by name, see `caches.py`.
         chunk_tokens: Tokens a pass when a continuation is scored; 1 is true decoding.
+        cut: What a context that is too long for the model loses: its `start`, as in the harness, or its `middle`, as in
+            LongBench (arXiv 2308.14508), which keeps as many tokens of the beginning as of the end.
         device: As in the harness; the GPU if there is one.
         **options: All other arguments of the harness's class `hf`.
 
     Raises:
         SpecError: `cache` names nothing known, or no cache at all.
+        InputError: `cut` is neither of the two.
     """
 
     def __init__(
@@ -57,17 +61,21 @@ class CachedLM(HFLM):
         pretrained: str | PreTrainedModel,
         cache: str = "paged",
         chunk_tokens: int = 128,
+        cut: str = "start",
         device: str | None = None,
         **options: Any,
     ) -> None:
         resolve_cache(cache, 1)  # a mistake in it shows before the weights are loaded
         if cache == "none":
             raise SpecError("a model without a cache is what --model hf runs; name a cache here, such as 'dynamic'")
+        if cut not in ("start", "middle"):
+            raise InputError(f"cut is 'start' or 'middle', got {cut!r}")
         source = source_of(pretrained) if isinstance(pretrained, str) else pretrained
         found = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(source, backend="causal", device=found, **options)
         self.cache_spec = cache
         self.chunk_tokens = chunk_tokens
+        self.cut = cut
 
     def _loglikelihood_tokens(
         self,
@@ -76,7 +84,7 @@ class CachedLM(HFLM):
         override_bs: int | None = None,  # noqa: ARG002 - of the harness; rows are read one at a time
     ) -> list[tuple[float, bool]]:
         """The sum of log p over each continuation, and whether it is what greedy decoding gives."""
-        asked = [_cut(request, self.max_length) for request in requests]
+        asked = [self._shortened(request) for request in requests]
         order = sorted(range(len(asked)), key=lambda at: asked[at][1])
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(asked)
         with tqdm(total=len(asked), desc="log-likelihood", disable=disable_tqdm or self.rank != 0) as bar:
@@ -107,6 +115,30 @@ class CachedLM(HFLM):
             found.append((-float(nll.sum()), bool(greedy.all())))
         return found
 
+    def _shortened(self, request: Request) -> Request:
+        """A request that fits the model: its context without what is too much."""
+        texts, context, continuation = request
+        return texts, _kept(context, max(1, self.max_length + 1 - len(continuation)), self.cut), continuation
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]:
+        """Token ids of prompts and their mask, padded on the left; too long ones are cut where `cut` says."""
+        if self.cut == "start" or left_truncate_len is None:
+            ids, mask = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            return ids, mask
+        rows = [torch.tensor(_kept(self.tok_encode(of), left_truncate_len, self.cut)) for of in strings]
+        masks = [torch.ones_like(row) for row in rows]
+        pad = self.tokenizer.pad_token_id
+        return (
+            pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left"),
+            pad_sequence(masks, batch_first=True, padding_side="left"),
+        )
+
     def _model_generate(
         self, context: Int[Tensor, "rows tokens"], max_length: int, stop: list[str], **options: Any
     ) -> Int[Tensor, "rows longer"]:
@@ -126,8 +158,9 @@ def harness_command(arguments: list[str]) -> None:
     cli_evaluate()
 
 
-def _cut(request: Request, longest: int) -> Request:
-    """Forget the start of a context that is too long for the model, as the harness does."""
-    texts, context, continuation = request
-    kept = max(1, longest + 1 - len(continuation))
-    return texts, context[-kept:], continuation
+def _kept(ids: list[int], most: int, cut: str) -> list[int]:
+    """At most so many ids: the last ones, or as many from the beginning as from the end."""
+    if len(ids) <= most:
+        return ids
+    begin = most // 2 if cut == "middle" else 0
+    return ids[:begin] + ids[len(ids) - (most - begin) :]

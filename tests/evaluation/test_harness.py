@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402 - after the skip
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from hf_kvcache import cli  # noqa: E402
-from hf_kvcache.errors import SpecError  # noqa: E402
+from hf_kvcache.errors import InputError, SpecError  # noqa: E402
 from hf_kvcache.evaluation import harness  # noqa: E402
 from hf_kvcache.evaluation.harness import CachedLM  # noqa: E402
 
@@ -135,6 +135,38 @@ def test_a_context_that_is_too_long_loses_its_start():
     expected = torch.log_softmax(logits, dim=-1)[torch.arange(3), torch.tensor(request[2])].sum()
     ((log_p, _),) = model._loglikelihood_tokens([request], disable_tqdm=True)
     assert log_p == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_context_that_is_too_long_loses_its_middle_where_longbench_is_run():
+    model = cached("dynamic", cut="middle")
+    _, context, _ = model._shortened(("text", list(range(300)), [7, 8, 9]))
+    assert context == [*range(63), *range(237, 300)]  # 126 of 300, and 3 to predict
+    texts = ["0123456789" * 30, "short"]
+    ids, mask = model.tok_batch_encode(texts, left_truncate_len=21)
+    assert TOKENIZER.decode(ids[0]) == texts[0][:10] + texts[0][-11:]
+    assert TOKENIZER.decode(ids[1, -5:]) == "short"
+    assert mask.sum(dim=1).tolist() == [21, 5]
+    ours, theirs = (of.tok_batch_encode(texts, left_truncate_len=400) for of in (model, plain()))
+    assert all(torch.equal(mine, its) for mine, its in zip(ours, theirs, strict=True))
+    with pytest.raises(InputError, match="'start' or 'middle', got 'end'"):
+        cached("dynamic", cut="end")
+
+
+def test_longbench_runs_through_a_cache(run, tasks):
+    """A task as LongBench's are: long contexts, short answers, several of them right."""
+    rows = [{"context": toys.TEXT[:700], "input": f"Which is number {at}?", "answers": ["3", "5"]} for at in range(2)]
+    until = {"until": [], "do_sample": False, "temperature": 1, "max_gen_toks": 8}
+    form = {"doc_to_text": "{{context}} {{input}}", "doc_to_target": "{{answers}}", "output_type": "generate_until"}
+    metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    local_task(tasks, "local_long", "gsm8k/gsm8k.yaml", rows, generation_kwargs=until, metric_list=metrics, **form)
+    found = [run(of, "local_long") for of in (cached("paged", cut="middle"), cached("paged"))]
+    middle, start = ([one["resps"] for one in of["samples"]["local_long"]] for of in found)
+    assert middle != start
+    model = cached("dynamic", cut="middle")
+    prompts = [f"{of['context']} {of['input']}" for of in rows]
+    ids, mask = model.tok_batch_encode(prompts, left_truncate_len=128 - 8)
+    written = MODEL.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert [of[0][0] for of in middle] == [TOKENIZER.decode(of[-8:]) for of in written]
 
 
 @pytest.mark.parametrize(("cache", "message"), [("none", "--model hf"), ("pagd", "Did you mean 'paged'")])
