@@ -32,8 +32,11 @@ def test_a_later_run_finds_the_same_figures_without_computing_the_reference(kept
     monkeypatch.setattr(scoring, "measured_bytes", lambda cache: lengths.append(real(cache)) or real(cache))
     again = run(folder, "toys:rounded", "static")
     assert [of > 0 for of in lengths[::4]] == [True, False, False]  # the plain cache was fed in the first window alone
-    assert again.caches == first.caches
     assert again.reference == first.reference
+    for ours, theirs in zip(again.caches, first.caches, strict=True):  # where tensors lie moves the last bits of sums
+        assert (ours.spec, ours.measured, ours.failures) == (theirs.spec, theirs.measured, ())
+        assert ours.fidelity.perplexity.value == pytest.approx(theirs.fidelity.perplexity.value, rel=1e-6)
+        assert ours.samples.kl == pytest.approx(theirs.samples.kl, rel=1e-3, abs=1e-9)
     assert first.reference.fidelity.identical
     assert again.environment["reference"] == f"tiny, float32, from {folder}"
 
@@ -64,7 +67,9 @@ def test_half_precision_is_kept_as_it_is(tmp_path):
     model = toys.loaded()
     model.model.to(torch.bfloat16)
     first = run(tmp_path, "toys:bits4", model=model, tasks=["fidelity"])
-    assert run(tmp_path, "toys:bits4", model=model, tasks=["fidelity"]).caches == first.caches
+    again = run(tmp_path, "toys:bits4", model=model, tasks=["fidelity"])
+    assert again.reference.fidelity.identical
+    assert again.caches[0].samples.kl == pytest.approx(first.caches[0].samples.kl, rel=1e-3)
     vocabulary, scored = 256, 47
     assert (tmp_path / "window-0.safetensors").stat().st_size == pytest.approx(2 * vocabulary * scored, rel=0.05)
 
