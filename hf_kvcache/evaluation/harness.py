@@ -122,14 +122,14 @@ class CachedLM(HFLM):
 
     def tok_batch_encode(
         self,
-        strings: list[str],
+        strings: Sequence[str],
         padding_side: str = "left",
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]:
         """Token ids of prompts and their mask, padded on the left; too long ones are cut where `cut` says."""
         if self.cut == "start" or left_truncate_len is None:
-            ids, mask = super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+            ids, mask = super().tok_batch_encode(list(strings), padding_side, left_truncate_len, truncation)
             return ids, mask
         rows = [torch.tensor(_kept(self.tok_encode(of), left_truncate_len, self.cut)) for of in strings]
         masks = [torch.ones_like(row) for row in rows]
