@@ -11,12 +11,20 @@ from hf_kvcache.evaluation.exactness import judge, prove, steps
 from hf_kvcache.evaluation.float64 import in_float64
 from hf_kvcache.evaluation.generation import MODES
 
+EVERYWHERE = ["off_by_one", "shuffled_block", "truncated", "renumbered"]
 WINDOW = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(1))
 
 
 def proofs(*specs, model=None, **options):
     model = model or toys.tiny_model()
     return prove(model, [resolve_cache(spec, 256) for spec in specs], WINDOW, **options)
+
+
+@pytest.fixture(scope="module")
+def faulty():
+    """The proofs of caches that are wrong; what they are compared with is computed once."""
+    names = [*EVERYWHERE, "leaves_traces", "shared_copy", "right_padded"]
+    return dict(zip(names, proofs(*(f"toys:{name}" for name in names))[1:], strict=True))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -37,9 +45,9 @@ def test_all_ways_of_feeding_and_generation_modes_are_compared():
     assert all(of.equal and of.score_difference < 1e-12 for of in proof.generation)
 
 
-@pytest.mark.parametrize("fault", ["off_by_one", "shuffled_block", "truncated", "renumbered"])
-def test_broken_caches_are_caught_in_every_way_of_feeding(fault):
-    _, proof = proofs(f"toys:{fault}")
+@pytest.mark.parametrize("fault", EVERYWHERE)
+def test_broken_caches_are_caught_in_every_way_of_feeding(faulty, fault):
+    proof = faulty[fault]
     assert all(of.logit_difference > 1e6 * proof.tolerance for of in proof.differences)
     assert len(proof.complaints) >= 4
     assert judge("rounding", False, 1.0, proof)[1] != ()
@@ -48,8 +56,8 @@ def test_broken_caches_are_caught_in_every_way_of_feeding(fault):
 @pytest.mark.parametrize(
     ("fault", "mode"), [("leaves_traces", "after steps taken back"), ("shared_copy", "from copies")]
 )
-def test_faults_of_single_operations_are_caught_there_alone(fault, mode):
-    _, proof = proofs(f"toys:{fault}")
+def test_faults_of_single_operations_are_caught_there_alone(faulty, fault, mode):
+    proof = faulty[fault]
     assert [of.mode for of in proof.differences if not of.logit_difference <= proof.tolerance] == [mode]
     assert proof.complaints[0].startswith(f"{mode}: logits differ by")
     assert judge("rounding", False, 1e-5, proof)[1] != ()
@@ -73,8 +81,8 @@ def test_what_no_cache_has_to_offer_is_listed_and_no_contradiction():
     assert tuple(of.partition("in float64, ")[2] for of in failures) == proof.generation_refusals
 
 
-def test_padding_on_the_wrong_side_is_caught_in_the_padded_batch():
-    _, proof = proofs("toys:right_padded")
+def test_padding_on_the_wrong_side_is_caught_in_the_padded_batch(faulty):
+    proof = faulty["right_padded"]
     assert all(of.logit_difference <= proof.tolerance for of in proof.differences)
     assert [of.mode for of in proof.generation if not of.equal] == ["left-padded batch"]
     assert len(proof.complaints) == 1
@@ -94,8 +102,8 @@ def test_a_difference_far_below_float32_is_caught():
     assert any("logits differ" in text for text in proof.complaints)
 
 
-def test_other_tokens_come_with_the_margin_that_tells_a_tie_from_damage():
-    _, proof = proofs("toys:truncated")
+def test_other_tokens_come_with_the_margin_that_tells_a_tie_from_damage(faulty):
+    proof = faulty["truncated"]
     split = [of for of in proof.generation if not of.equal and of.mode == "greedy"]
     assert split
     assert split[0].margin > 0
