@@ -160,13 +160,13 @@ def test_longbench_runs_through_a_cache(run, tasks):
     metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
     local_task(tasks, "local_long", "gsm8k/gsm8k.yaml", rows, generation_kwargs=until, metric_list=metrics, **form)
     found = [run(of, "local_long") for of in (cached("paged", cut="middle"), cached("paged"))]
-    middle, start = ([one["resps"] for one in of["samples"]["local_long"]] for of in found)
+    middle, start = ({one["doc_id"]: one["resps"][0][0] for one in of["samples"]["local_long"]} for of in found)
     assert middle != start
     model = cached("dynamic", cut="middle")
     prompts = [f"{of['context']} {of['input']}" for of in rows]
     ids, mask = model.tok_batch_encode(prompts, left_truncate_len=128 - 8)
     written = MODEL.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert [of[0][0] for of in middle] == [TOKENIZER.decode(of[-8:]) for of in written]
+    assert middle == {at: TOKENIZER.decode(of[-8:]) for at, of in enumerate(written)}
 
 
 @pytest.mark.parametrize(("cache", "message"), [("none", "--model hf"), ("pagd", "Did you mean 'paged'")])
