@@ -35,6 +35,8 @@ def scores(
 ) -> Float[Tensor, "heads queries tokens"]:
     """Products of every query with every key, unscaled, in the queries' dtype."""
     if keys.dtype != query.dtype:
+        if keys.shape[1] <= _CONVERTED_TOKENS:
+            return scores(query, keys.to(query.dtype))
         parts = [scores(query, part.to(query.dtype)) for part in keys.split(_CONVERTED_TOKENS, 1)]
         return torch.cat(parts, -1)
     if query.device.type == "cpu" and query.element_size() == 2:
@@ -47,6 +49,8 @@ def weighted_sum(
 ) -> Float[Tensor, "heads queries width"]:
     """Sums of the values, weighted by each query's row, in the weights' dtype."""
     if values.dtype != weights.dtype:
+        if values.shape[1] <= _CONVERTED_TOKENS:
+            return torch.bmm(weights, values.to(weights.dtype))
         parts = zip(weights.split(_CONVERTED_TOKENS, 2), values.split(_CONVERTED_TOKENS, 1), strict=True)
         total = weights.new_zeros(*weights.shape[:2], values.shape[2])
         for part, held in parts:

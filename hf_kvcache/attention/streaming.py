@@ -179,8 +179,11 @@ def _at_once(
         weights.nan_to_num_(nan=0.0)
     output = scores.new_zeros((*shape[:3], value_width))
     for piece in pieces:
-        rows = slice(None) if piece.rows is None else piece.rows
-        output[:, rows] += query.weighted_sum(piece, weights[:, rows, :, piece.begin : piece.end])
+        part = weights[..., piece.begin : piece.end]
+        if piece.rows is None:
+            output.add_(query.weighted_sum(piece, part))
+        else:
+            output[:, piece.rows] += query.weighted_sum(piece, part[:, piece.rows])
     return output
 
 

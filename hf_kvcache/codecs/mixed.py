@@ -87,7 +87,12 @@ class MixedKeys(Codec):
 
     def prepare(self, query: Float[Tensor, "heads queries width"], fit: Fit) -> tuple[Tensor, ...]:
         precise = query.to(fit["mean"].dtype)
-        turned = (precise @ self._basis(fit)).mul_(self._scales(fit))
+        width, symbols = precise.shape[-1], len(self.symbols)
+        ranked = precise.gather(-1, fit["order"][:, None].expand(-1, precise.shape[1], -1))
+        turned = ranked @ _class_rotations(width, symbols, precise.dtype, precise.device)
+        turned.unflatten(-1, (symbols, width // _CLASSES, -1)).mul_(
+            fit["scale"].unflatten(1, (symbols, 1, -1))[:, None]
+        )
         return turned.to(query.dtype), *prepare_means(precise, fit)
 
     def scores(

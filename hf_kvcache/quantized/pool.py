@@ -46,22 +46,14 @@ class EncodedPool(ArenaPool):
         """Write encoded blocks, part by part ``[heads, blocks, slots, part width]``, keys before values."""
         self.store.fill(blocks, parts)
 
-    def run(self, first: int, blocks: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The parts of consecutive blocks, keys and values, as views; valid until blocks move."""
-        views = [
-            arena[:, first * slots : (first + blocks) * slots]
-            for arena, slots in zip(self.arenas, self.slots, strict=True)
-        ]
-        return views[: self.key_parts], views[self.key_parts :]
-
 
 class EncodedRun:
-    """Consecutive encoded blocks that were encoded with one fit. Valid until blocks move."""
+    """Blocks that were encoded with one fit and meet the same queries. Valid until blocks move."""
 
-    def __init__(self, pool: EncodedPool, first: int, blocks: int, fits: tuple[Fit, Fit]) -> None:
+    def __init__(self, pool: EncodedPool, fits: tuple[Fit, Fit]) -> None:
         self.pool = pool
         self.fits = fits
-        self._key_parts, self._value_parts = pool.run(first, blocks)
+        self._arenas = pool.arenas
         self._prepared: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def prepare(self, query: Tensor) -> tuple[Tensor, ...]:
@@ -70,18 +62,17 @@ class EncodedRun:
             self._prepared = (query, self.pool.codecs[0].prepare(query, self.fits[0]))
         return self._prepared[1]
 
-    def chunk(self, first: int, blocks: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The parts of some of its blocks, keys and values, as views."""
-        cuts = [slice(first * slots, (first + blocks) * slots) for slots in self.pool.slots]
-        keys, values = cuts[: self.pool.key_parts], cuts[self.pool.key_parts :]
-        return (
-            [part[:, cut] for part, cut in zip(self._key_parts, keys, strict=True)],
-            [part[:, cut] for part, cut in zip(self._value_parts, values, strict=True)],
-        )
+    def parts(self, first: int, blocks: int, of_keys: bool) -> list[Tensor]:
+        """The parts of the keys, or of the values, of consecutive blocks, as views."""
+        some = slice(None, self.pool.key_parts) if of_keys else slice(self.pool.key_parts, None)
+        return [
+            arena[:, first * slots : (first + blocks) * slots]
+            for arena, slots in zip(self._arenas[some], self.pool.slots[some], strict=True)
+        ]
 
 
 class EncodedSource(NamedTuple):
-    """Some blocks of a run, cut to `tokens`, for `attend_streaming`."""
+    """Some consecutive blocks of a run, cut to `tokens`, for `attend_streaming`."""
 
     run: EncodedRun
     first: int
@@ -90,7 +81,7 @@ class EncodedSource(NamedTuple):
 
     def scores(self, query: Float[Tensor, "heads queries width"]) -> Float[Tensor, "heads queries tokens"]:
         """See `attention.streaming.Source`."""
-        parts = self.run.chunk(self.first, self.blocks)[0]
+        parts = self.run.parts(self.first, self.blocks, of_keys=True)
         return self.run.pool.codecs[0].scores(self.run.prepare(query), parts, self.run.fits[0])[..., : self.tokens]
 
     def weighted_sum(
@@ -100,14 +91,13 @@ class EncodedSource(NamedTuple):
         missing = self.blocks * self.run.pool.block_size - self.tokens
         if missing:
             weights = torch.nn.functional.pad(weights, (0, missing))
-        parts = self.run.chunk(self.first, self.blocks)[1]
+        parts = self.run.parts(self.first, self.blocks, of_keys=False)
         return self.run.pool.codecs[1].weighted_sum(weights, parts, self.run.fits[1], dtype)
 
     def decode(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The keys and values ``[heads, tokens, width]`` themselves."""
-        chunk = self.run.chunk(self.first, self.blocks)
         keys, values = (
-            codec.decode(parts, fit, dtype)[:, : self.tokens]
-            for codec, parts, fit in zip(self.run.pool.codecs, chunk, self.run.fits, strict=True)
+            codec.decode(self.run.parts(self.first, self.blocks, of_keys), fit, dtype)[:, : self.tokens]
+            for codec, fit, of_keys in zip(self.run.pool.codecs, self.run.fits, (True, False), strict=True)
         )
         return keys, values

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..attention import materialize
+from ..attention import read_states
 from ..attention.streaming import Piece, exact_source
 from ..blocks import BlockPool, BlockTable, ColumnTable, Usage
 from ..codecs import Codec, Fit
@@ -281,8 +281,9 @@ class QuantizedTable:
         runs: dict[tuple[int, int], EncodedRun] = {}
         for rows, begin, tokens, run, first, blocks in chunks:
             if run not in runs:
-                runs[run] = EncodedRun(self._encoded_pool, *run, self.fits[self.fit_of_row[rows[0] if rows else 0]])
-            pieces.append(Piece(rows, begin, begin + tokens, EncodedSource(runs[run], first, blocks, tokens)))
+                runs[run] = EncodedRun(self._encoded_pool, self.fits[self.fit_of_row[rows[0] if rows else 0]])
+            source = EncodedSource(runs[run], run[0] + first, blocks, tokens)
+            pieces.append(Piece(rows, begin, begin + tokens, source))
         keys, values = self._exact()
         if keys.shape[2]:
             pieces.append(Piece(None, end, end + keys.shape[2], exact_source(keys, values)))
@@ -312,14 +313,14 @@ class QuantizedTable:
         return self._plans[1]
 
     def _exact(self) -> tuple[Tensor, Tensor]:
-        """Copies ``[rows, heads, tokens, width]`` of the sinks and of the tokens that are read as they are."""
+        """The sinks and the tokens that are read as they are, ``[rows, heads, tokens, width]``: views or copies."""
         parts = []
         if self.sinks.tokens:
-            parts.append(materialize(self.sinks, 0))
+            parts.append(read_states(self.sinks, 0))
         if self.tokens > self._exact_from:
-            parts.append(materialize(self.raw, self._exact_from - self.raw_begin))
+            parts.append(read_states(self.raw, self._exact_from - self.raw_begin))
         if not parts:
-            return materialize(self.raw, self.raw.tokens)
+            return read_states(self.raw, self.raw.tokens)
         keys, values = zip(*parts, strict=True)
         return (keys[0], values[0]) if len(parts) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
