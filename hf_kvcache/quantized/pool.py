@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..attention.streaming import Piece
 from ..blocks import ArenaPool
 from ..codecs import Codec, Fit
+from .plan import Chunk
 
 
 class EncodedPool(ArenaPool):
@@ -101,3 +103,24 @@ class EncodedSource(NamedTuple):
             for codec, fit, of_keys in zip(self.run.pool.codecs, self.run.fits, (True, False), strict=True)
         )
         return keys, values
+
+
+def encoded_pieces(
+    pool: EncodedPool, chunks: Iterable[Chunk], fits: Sequence[tuple[Fit, Fit]], fit_of_row: Sequence[int]
+) -> list[Piece]:
+    """What attention reads of the encoded blocks in `chunks`; valid until blocks move.
+
+    Args:
+        pool: Where the blocks are.
+        chunks: Which are decoded together. The rows that read one chunk have one fit.
+        fits: What the codecs of keys and values learned.
+        fit_of_row: Which of them the blocks of a row were encoded with.
+    """
+    pieces = []
+    runs: dict[tuple[int, int], EncodedRun] = {}
+    for rows, begin, tokens, run, first, blocks in chunks:
+        if run not in runs:
+            runs[run] = EncodedRun(pool, fits[fit_of_row[rows[0] if rows else 0]])
+        source = EncodedSource(runs[run], run[0] + first, blocks, tokens)
+        pieces.append(Piece(rows, begin, begin + tokens, source))
+    return pieces

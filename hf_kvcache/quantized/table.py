@@ -19,7 +19,7 @@ from ..blocks import BlockPool, BlockTable, ColumnTable, Usage
 from ..codecs import Codec, Fit
 from ..errors import StateError
 from .plan import ReadingPlan, plan_reading
-from .pool import EncodedPool, EncodedRun, EncodedSource
+from .pool import EncodedPool, EncodedSource, encoded_pieces
 from .protection import Protection, score_error
 from .queries import QueryRecord
 
@@ -277,13 +277,7 @@ class QuantizedTable:
         See `in_reading_order` for the places of the tokens.
         """
         chunks, end = self._plan
-        pieces = []
-        runs: dict[tuple[int, int], EncodedRun] = {}
-        for rows, begin, tokens, run, first, blocks in chunks:
-            if run not in runs:
-                runs[run] = EncodedRun(self._encoded_pool, self.fits[self.fit_of_row[rows[0] if rows else 0]])
-            source = EncodedSource(runs[run], run[0] + first, blocks, tokens)
-            pieces.append(Piece(rows, begin, begin + tokens, source))
+        pieces = encoded_pieces(self._encoded_pool, chunks, self.fits, self.fit_of_row)
         keys, values = self._exact()
         if keys.shape[2]:
             pieces.append(Piece(None, end, end + keys.shape[2], exact_source(keys, values)))

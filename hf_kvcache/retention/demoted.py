@@ -14,7 +14,7 @@ from ..blocks import ColumnTable, Usage, equal_blocks
 from ..codecs import Codec, Fit
 from ..errors import StateError
 from ..quantized.plan import ReadingPlan, plan_reading
-from ..quantized.pool import EncodedPool, EncodedRun, EncodedSource
+from ..quantized.pool import EncodedPool, EncodedSource, encoded_pieces
 
 # The last of the tokens that go first, at most so many, are what the codecs learn from. Padding would come first.
 _FIT_TOKENS = 1024
@@ -124,13 +124,7 @@ class DemotedTokens:
             heads, _, width = self.pool.samples[0].shape
             lengths = [self.block_size] * self.encoded.columns
             self._plan = (self.encoded.version, plan_reading(self.encoded, lengths, self.tokens, heads * width))
-        pieces = []
-        runs: dict[tuple[int, int], EncodedRun] = {}
-        for rows, begin, tokens, run, first, blocks in self._plan[1].chunks:
-            if run not in runs:
-                runs[run] = EncodedRun(self.pool, *run, self.fits[self.fit_of_row[rows[0] if rows else 0]])
-            pieces.append(Piece(rows, begin, begin + tokens, EncodedSource(runs[run], first, blocks, tokens)))
-        return pieces
+        return encoded_pieces(self.pool, self._plan[1].chunks, self.fits, self.fit_of_row)
 
     def put_into(self, keys: Tensor, values: Tensor) -> None:
         """Write the decoded tokens to their places in a whole history ``[rows, heads, tokens, width]``."""
