@@ -81,9 +81,13 @@ class ModelWatch:
     """Fingerprints of one model at a time, computed anew when it has changed."""
 
     def __init__(self) -> None:
+        self._places: list[tuple[int, int, torch.dtype]] = []
+        self._tensors: list[Tensor] = []
+        self._samples: list[list[Tensor]] = []
         self._seen: tuple[object, ...] | None = None
         self._fingerprint = ""
 
+    @torch.no_grad()
     def fingerprint(self, model: PreTrainedModel) -> str:
         """SHA-256 (hex) over what `model_fingerprint` covers, the attention implementation and active adapters.
 
@@ -91,10 +95,14 @@ class ModelWatch:
         """
         settings = _settings(model)
         tensors = [*model.parameters(), *model.buffers()]
-        # Kept alive by `_seen`: an address that is in use cannot be that of another tensor.
-        places = [(tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in tensors]  # noqa: SLF001
-        seen = (settings, places, _samples(tensors), tensors)
-        if self._seen is None or seen[:3] != self._seen[:3]:
+        places = [(tensor.data_ptr(), tensor.numel(), tensor.dtype) for tensor in tensors]
+        if places != self._places:
+            # Kept alive from here on: an address that is in use cannot be that of another tensor.
+            self._places, self._tensors, self._samples = places, tensors, _sampled(tensors)
+        versions = [tensor._version for tensor in tensors]  # noqa: SLF001
+        samples = [tensor_bytes(torch.cat([view.reshape(-1) for view in group])) for group in self._samples]
+        seen = (settings, places, versions, samples)
+        if seen != self._seen:
             self._fingerprint = digest("model", model_fingerprint(model).encode(), settings.encode()).hex()
             self._seen = seen
         return self._fingerprint
@@ -138,7 +146,10 @@ def _settings(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     parts = [str(getattr(config, "_attn_implementation", None)), str(getattr(model, "dtype", None))]
     for name, module in model.named_modules():
-        # The public attributes of PEFT's tuner layers; transformers' models have methods of these names.
+        # The public attributes of PEFT's tuner layers; transformers' models have methods of these names. Asking a
+        # module for what it does not have is slow, and most do not.
+        if "active_adapters" not in vars(module) and not hasattr(type(module), "active_adapters"):
+            continue
         active, disabled = getattr(module, "active_adapters", None), getattr(module, "disable_adapters", None)
         if isinstance(active, list | tuple) and isinstance(disabled, bool):
             merged, scaling = getattr(module, "merged_adapters", []), getattr(module, "scaling", {})
@@ -146,11 +157,14 @@ def _settings(model: nn.Module) -> str:
     return "\n".join(parts)
 
 
-@torch.no_grad()
-def _samples(tensors: list[Tensor]) -> list[bytes]:
+def _sampled(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Views of some values of each tensor, by device and dtype. They must be views: they show what becomes of it."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        step = max(1, flat.numel() // _WATCHED_PER_TENSOR)
-        groups.setdefault((tensor.device, tensor.dtype), []).append(flat[::step])
-    return [tensor_bytes(torch.cat(group)) for group in groups.values()]
+        held = tensor.detach()
+        if held.is_contiguous():
+            view = held.view(-1)[:: max(1, held.numel() // _WATCHED_PER_TENSOR)]
+        else:
+            view = held[tuple(slice(None, None, max(1, size // 2)) for size in held.shape)]
+        groups.setdefault((tensor.device, tensor.dtype), []).append(view)
+    return list(groups.values())

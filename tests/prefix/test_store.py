@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_kvcache import ConfigError, InputError, PrefixSharedCache, PrefixStore, SpecError, StateError, build_cache
 from hf_kvcache.evaluation.caches import resolve_cache
-from hf_kvcache.prefix.identity import block_tokens
+from hf_kvcache.prefix.identity import ModelWatch, block_tokens
 from hf_kvcache.prefix.store import _in_pieces
 
 SIZE = 4
@@ -270,6 +270,21 @@ def change_weight(model: PreTrainedModel) -> None:
 
 def change_data(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1.001)
+
+
+def test_the_watch_sees_through_views_of_any_layout() -> None:
+    model = tiny_model("llama")
+    projection = model.model.layers[1].mlp.up_proj
+    projection.weight = nn.Parameter(projection.weight.detach().T.contiguous().T)
+    assert not projection.weight.is_contiguous()
+    watch = ModelWatch()
+    first = watch.fingerprint(model)
+    assert watch.fingerprint(model) == first
+    projection.weight.data.mul_(1.001)
+    second = watch.fingerprint(model)
+    assert second != first
+    projection.weight.data = projection.weight.detach().contiguous() * 1.001
+    assert watch.fingerprint(model) not in (first, second)
 
 
 def replace_weight(model: PreTrainedModel) -> None:
