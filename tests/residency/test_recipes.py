@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,13 @@ def test_memory_runs_out(tmp_path: Path) -> None:
     output = run("out_of_memory.py", tmp_path, "--tokens", "16384", "--more", "5MiB")
     assert "memory ran out after 1" in output
     assert "the same 32 tokens" in output
+
+
+def test_what_offloading_costs(tmp_path: Path) -> None:
+    """Its figures need a machine of their own; here, that they are there and that what must be read was read."""
+    output = run("offload_speed.py", tmp_path, "--tokens", "1024", "--rounds", "1", "--link", "1GB")
+    assert "history 22.5 MiB, budget 5.6" in output
+    read = re.findall(r"([0-9.]+) MB read", output)
+    assert len(read) == 2
+    assert float(read[0]) > 3 * float(read[1]) > 0
+    assert "of that is the speed of offloaded" in output
