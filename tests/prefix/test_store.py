@@ -273,7 +273,7 @@ def change_data(model: PreTrainedModel) -> None:
 
 
 def test_the_watch_sees_through_views_of_any_layout() -> None:
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))  # the tests share that one
     projection = model.model.layers[1].mlp.up_proj
     projection.weight = nn.Parameter(projection.weight.detach().T.contiguous().T)
     assert not projection.weight.is_contiguous()
