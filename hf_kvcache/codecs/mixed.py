@@ -90,9 +90,7 @@ class MixedKeys(Codec):
         width, symbols = precise.shape[-1], len(self.symbols)
         ranked = precise.gather(-1, fit["order"][:, None].expand(-1, precise.shape[1], -1))
         turned = ranked @ _class_rotations(width, symbols, precise.dtype, precise.device)
-        turned.unflatten(-1, (symbols, width // _CLASSES, -1)).mul_(
-            fit["scale"].unflatten(1, (symbols, 1, -1))[:, None]
-        )
+        turned.unflatten(-1, (symbols, width // _CLASSES, -1)).mul_(self._symbol_scales(fit)[:, None])
         return turned.to(query.dtype), *prepare_means(precise, fit)
 
     def scores(
@@ -135,10 +133,14 @@ class MixedKeys(Codec):
         turns = _class_rotations(width, len(self.symbols), mean.dtype, mean.device).expand(order.shape[0], -1, -1)
         return torch.empty_like(turns).scatter_(1, order[..., None].expand(-1, -1, width), turns)
 
+    def _symbol_scales(self, fit: Fit) -> Float[Tensor, "heads symbols 1 places"]:
+        """The scale of each class, by the symbol and the place in it."""
+        of_symbols: Tensor = fit["scale"].unflatten(1, (len(self.symbols), 1, -1))
+        return of_symbols
+
     def _scales(self, fit: Fit) -> Float[Tensor, "heads 1 width"]:
         """The scale of each coordinate, in the order of the levels."""
-        of_symbols = fit["scale"].unflatten(1, (len(self.symbols), 1, -1))
-        scales: Tensor = of_symbols.expand(-1, -1, fit["mean"].shape[-1] // _CLASSES, -1).flatten(1)
+        scales: Tensor = self._symbol_scales(fit).expand(-1, -1, fit["mean"].shape[-1] // _CLASSES, -1).flatten(1)
         return scales[:, None]
 
 

@@ -10,9 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.streaming import Piece
-from ..blocks import ArenaPool
+from ..blocks import ArenaPool, Usage
 from ..codecs import Codec, Fit
 from .plan import Chunk
+
+# Blocks encoded at once: bounds the memory that takes.
+ENCODE_BLOCKS = 16
 
 
 class EncodedPool(ArenaPool):
@@ -47,6 +50,20 @@ class EncodedPool(ArenaPool):
     def fill(self, blocks: Sequence[int], parts: Sequence[Tensor]) -> None:
         """Write encoded blocks, part by part ``[heads, blocks, slots, part width]``, keys before values."""
         self.store.fill(blocks, parts)
+
+    def encode(self, blocks: Sequence[int], states: Sequence[Tensor], fits: tuple[Fit, Fit]) -> None:
+        """Encode keys and values ``[heads, blocks, tokens, width]`` and write them to `blocks`."""
+        parts: list[Tensor] = []
+        for codec, of_kind, fit in zip(self.codecs, states, fits, strict=True):
+            parts += codec.encode(precise(of_kind), fit)
+        self.fill(blocks, parts)
+
+    def usage(self, fits: Sequence[tuple[Fit, Fit]], table_bytes: int) -> Usage:
+        """Bytes held now by the blocks, by what the codecs learned, which counts as scales, and by a table."""
+        used = self.used_blocks
+        scales = used * self.scale_bytes + sum(part.nbytes for pair in fits for fit in pair for part in fit.values())
+        codes = used * (self.block_bytes - self.scale_bytes)
+        return Usage(codes, scales, self.store.room_bytes - used * self.block_bytes, table_bytes)
 
 
 class EncodedRun:
@@ -124,3 +141,8 @@ def encoded_pieces(
         source = EncodedSource(runs[run], run[0] + first, blocks, tokens)
         pieces.append(Piece(rows, begin, begin + tokens, source))
     return pieces
+
+
+def precise(states: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The states in float32 or better, as codecs take them."""
+    return states.to(torch.promote_types(states.dtype, torch.float32))

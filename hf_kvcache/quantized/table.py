@@ -19,15 +19,12 @@ from ..blocks import BlockPool, BlockTable, ColumnTable, Usage
 from ..codecs import Codec, Fit
 from ..errors import StateError
 from .plan import ReadingPlan, plan_reading
-from .pool import EncodedPool, EncodedSource, encoded_pieces
+from .pool import ENCODE_BLOCKS, EncodedPool, EncodedSource, encoded_pieces, precise
 from .protection import Protection, score_error
 from .queries import QueryRecord
 
 # Tokens after the sinks that a fit looks at, at most.
 _FIT_TOKENS = 256
-
-# Blocks encoded at once: bounds the memory that takes.
-_ENCODE_BLOCKS = 16
 
 # Tokens per block of the raw parts; small, because a block is kept or released as a whole.
 _RAW_BLOCK_TOKENS = 16
@@ -118,12 +115,8 @@ class QuantizedTable:
 
     def usage(self) -> Usage:
         """Bytes held now. Tokens that are encoded and not yet released count twice, as they are held twice."""
-        encoded, pool = self.encoded, self._encoded_pool
-        used = pool.used_blocks
-        scales = used * pool.scale_bytes + sum(_bytes(fit) for pair in self.fits for fit in pair)
-        scales += self.queries.nbytes
-        codes = used * (pool.block_bytes - pool.scale_bytes)
-        of_encoded = Usage(codes, scales, pool.store.room_bytes - used * pool.block_bytes, encoded.table_bytes)
+        of_encoded = self._encoded_pool.usage(self.fits, self.encoded.table_bytes)
+        of_encoded = of_encoded._replace(scale_bytes=of_encoded.scale_bytes + self.queries.nbytes)
         parts = (self.sinks.usage(), of_encoded, self.raw.usage())
         return Usage(*(sum(kind) for kind in zip(*parts, strict=True)))
 
@@ -213,7 +206,7 @@ class QuantizedTable:
     def _fit_text(self, row: int, blocks: Sequence[int]) -> tuple[tuple[Fit, Fit], float]:
         """What the codecs learn from some blocks of a row, and by how many nats scores will be off (0 if unknown)."""
         gathered = self.raw.pool.gather(torch.tensor([list(blocks)], device=self.raw.pool.device))
-        keys, values = (_precise(states[0]) for states in gathered)
+        keys, values = (precise(states[0]) for states in gathered)
         squares = None if self.queries.squares is None else self.queries.squares[row]
         fits = self.codecs[0].fit(keys, squares), self.codecs[1].fit(values, None)
         if self.protection is None or squares is None or keys.is_meta:
@@ -260,14 +253,12 @@ class QuantizedTable:
             return
         for row, taken in enumerate(fresh):
             columns = list(taken)
-            for at in range(0, len(columns), _ENCODE_BLOCKS):
-                some = columns[at : at + _ENCODE_BLOCKS]
+            for at in range(0, len(columns), ENCODE_BLOCKS):
+                some = columns[at : at + ENCODE_BLOCKS]
                 index = torch.tensor([sources[row][column] for column in some], device=self.raw.pool.device)
-                parts: list[Tensor] = []
-                fits = self.fits[self.fit_of_row[row]]
-                for codec, states, fit in zip(self.codecs, self.raw.pool.gather(index), fits, strict=True):
-                    parts += codec.encode(_precise(states.transpose(0, 1)), fit)
-                self._encoded_pool.fill([taken[column] for column in some], parts)
+                states = [of_kind.transpose(0, 1) for of_kind in self.raw.pool.gather(index)]
+                blocks = [taken[column] for column in some]
+                self._encoded_pool.encode(blocks, states, self.fits[self.fit_of_row[row]])
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -414,11 +405,3 @@ class QuantizedTable:
             raise StateError(f"tokens {self.encoded_end} to {self.raw_first} are lost")
         if self.lengths and (len(self.fit_of_row) != self.rows or max(self.fit_of_row) >= len(self.fits)):
             raise StateError(f"{self.rows} rows have the fits {self.fit_of_row} of {len(self.fits)}")
-
-
-def _bytes(fit: Fit) -> int:
-    return sum(tensor.nbytes for tensor in fit.values())
-
-
-def _precise(states: Tensor) -> Tensor:
-    return states.to(torch.promote_types(states.dtype, torch.float32))

@@ -14,13 +14,10 @@ from ..blocks import ColumnTable, Usage, equal_blocks
 from ..codecs import Codec, Fit
 from ..errors import StateError
 from ..quantized.plan import ReadingPlan, plan_reading
-from ..quantized.pool import EncodedPool, EncodedSource, encoded_pieces
+from ..quantized.pool import ENCODE_BLOCKS, EncodedPool, EncodedSource, encoded_pieces, precise
 
 # The last of the tokens that go first, at most so many, are what the codecs learn from. Padding would come first.
 _FIT_TOKENS = 1024
-
-# Blocks encoded at once: bounds the memory that takes.
-_ENCODE_BLOCKS = 16
 
 
 class Demotion(NamedTuple):
@@ -64,11 +61,8 @@ class DemotedTokens:
 
     def usage(self) -> Usage:
         """Bytes held now. Positions and what the codecs learned count as scales."""
-        used, pool = self.pool.used_blocks, self.pool
-        scales = used * pool.scale_bytes + self.positions.nbytes
-        scales += sum(tensor.nbytes for pair in self.fits for fit in pair for tensor in fit.values())
-        codes = used * (pool.block_bytes - pool.scale_bytes)
-        return Usage(codes, scales, pool.store.room_bytes - used * pool.block_bytes, self.encoded.table_bytes)
+        usage = self.pool.usage(self.fits, self.encoded.table_bytes)
+        return usage._replace(scale_bytes=usage.scale_bytes + self.positions.nbytes)
 
     # --------------------------------------------------------------------------------------------------- writing
 
@@ -92,15 +86,10 @@ class DemotedTokens:
             columns = list(taken)
             if keys.is_meta:  # bytes are planned, and there is nothing to encode
                 continue
-            for at in range(0, len(columns), _ENCODE_BLOCKS):
-                some = columns[at : at + _ENCODE_BLOCKS]
-                parts: list[Tensor] = []
-                for codec, states, fit in zip(
-                    self.codecs, (keys, values), self.fits[self.fit_of_row[row]], strict=True
-                ):
-                    blocks = states[row].unflatten(1, (-1, self.block_size))[:, some]
-                    parts += codec.encode(_precise(blocks), fit)
-                self.pool.fill([taken[column] for column in some], parts)
+            for at in range(0, len(columns), ENCODE_BLOCKS):
+                some = columns[at : at + ENCODE_BLOCKS]
+                states = [of_kind[row].unflatten(1, (-1, self.block_size))[:, some] for of_kind in (keys, values)]
+                self.pool.encode([taken[column] for column in some], states, self.fits[self.fit_of_row[row]])
 
     def _fit(self, keys: Tensor, values: Tensor, squares: Tensor | None, owners: list[list[int]]) -> None:
         """Let the codecs learn from these tokens, once for rows that are the same."""
@@ -112,9 +101,9 @@ class DemotedTokens:
                 continue
             leaders.append(row)
             of_keys = self.codecs[0].fit(
-                _precise(keys[row, :, -_FIT_TOKENS:]), None if squares is None else squares[row]
+                precise(keys[row, :, -_FIT_TOKENS:]), None if squares is None else squares[row]
             )
-            self.fits.append((of_keys, self.codecs[1].fit(_precise(values[row, :, -_FIT_TOKENS:]), None)))
+            self.fits.append((of_keys, self.codecs[1].fit(precise(values[row, :, -_FIT_TOKENS:]), None)))
 
     # --------------------------------------------------------------------------------------------------- reading
 
@@ -171,10 +160,6 @@ class DemotedTokens:
             raise StateError(f"{self.encoded.tokens} tokens are encoded, but {self.tokens} have positions")
         if self.tokens and (len(self.fit_of_row) != self.encoded.rows or max(self.fit_of_row) >= len(self.fits)):
             raise StateError(f"{self.encoded.rows} rows have the fits {self.fit_of_row} of {len(self.fits)}")
-
-
-def _precise(states: Tensor) -> Tensor:
-    return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
 def _named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

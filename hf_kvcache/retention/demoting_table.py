@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,19 +71,15 @@ class DemotingTable(EvictedTable):
         """See `EvictedTable._kept_of`: whole blocks go."""
         return candidates - max(candidates - count, 0) // self.block_size * self.block_size
 
-    def _keep(
-        self, held: Held, scores: Float[Tensor, "rows heads candidates"], count: int
-    ) -> Callable[[Float[Tensor, "rows heads held"]], Float[Tensor, "rows heads held_after"]]:
-        """See `EvictedTable._keep`; the others are encoded."""
-        order = torch.argsort(scores, dim=-1, descending=True, stable=True)
-        going = order[..., count:].sort(dim=-1).values
+    def _let_go(self, held: Held, going: Int[Tensor, "rows heads going"]) -> None:
+        """See `EvictedTable._let_go`: encode them, in order of their positions."""
+        going = going.sort(dim=-1).values
         keys, values = (
             states.gather(2, going[..., None].expand(-1, -1, -1, states.shape[3]))
             for states in (held.keys, held.values)
         )
         self.demoted.add(Demotion(keys, values, held.positions.gather(2, going)), self.query_squares)
         self.query_squares = None
-        return super()._keep(held, scores, count)
 
     def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
         """Contiguous copies of the keys and values from position `first_token` on, in order, decoded."""

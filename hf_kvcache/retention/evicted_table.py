@@ -228,10 +228,14 @@ class EvictedTable:
         candidates = scores.shape[2]
         order = torch.argsort(scores, dim=-1, descending=True, stable=True)
         kept = order[..., :count].sort(dim=-1).values
+        self._let_go(held, order[..., count:])
         self.positions = held.positions.gather(2, kept)
         self.blocks = BlockTable(BlockPool(held.keys, held.values, self.block_size), self.rows, tight=True)
         self.blocks.append(_chosen(held.keys, kept, candidates), _chosen(held.values, kept, candidates))
         return lambda numbers: torch.cat([numbers.gather(2, kept), numbers[..., candidates:]], dim=2)
+
+    def _let_go(self, held: Held, going: Int[Tensor, "rows heads going"]) -> None:
+        """Called with the columns of `held` that are not kept, the best first, before the others are stored anew."""
 
     def _scores(self, held: Held) -> Float[Tensor, "rows heads held"]:
         """The policy's scores; sinks above all others, padding below."""
