@@ -3,7 +3,9 @@
 # make lint    ruff and mypy
 # make clean   remove the virtual environments and everything built
 #
-# Each virtual environment is made once, and again only when pyproject.toml or requirements-dev.txt change.
+# Each virtual environment is made once, and again only when pyproject.toml or requirements-dev.txt change. The demo
+# installs what it needs, in the pinned versions; the tests add the rest. Pip would compile everything, file by file,
+# before the first line runs: the demo leaves that to the imports, the tests use all cores.
 
 PYTHON ?= python3
 TRANSFORMERS ?=
@@ -12,12 +14,14 @@ PYTEST_ARGS ?=
 VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := .venv/.demo-ready
+PIP := python -m pip --disable-pip-version-check install --no-compile
 
 .PHONY: demo test lint clean
 .DEFAULT_GOAL := demo
 
-demo: $(READY)
-	$(BIN)/hf-kvcache demo
+demo: $(DEMO_READY)
+	.venv/bin/hf-kvcache demo
 
 # Ruff and mypy read the same source whatever transformers the tests run on: once is enough.
 test: $(READY) $(if $(TRANSFORMERS),,lint)
@@ -28,11 +32,17 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(DEMO_READY): pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/$(PIP) --constraint requirements-dev.txt --editable '.[eval]'
+	touch $@
+
 $(READY): pyproject.toml requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TRANSFORMERS),s/^transformers==.*/transformers==$(TRANSFORMERS)/)' requirements-dev.txt > $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/$(PIP) -r $(VENV)/requirements.txt
+	$(BIN)/$(PIP) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > $(VENV)/compileall.log 2>&1 || true  # some files are for other Pythons
 	touch $@
 
 clean:

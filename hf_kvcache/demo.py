@@ -79,7 +79,7 @@ def demo_command(
 ) -> None:
     """Show PagedCache at work: the same result as without a cache, its speed, and the bytes it holds.
 
-    Takes about two minutes on two CPU cores with the built-in model. Ends with exit code 1 if the request is
+    Takes about four minutes on two CPU cores with the built-in model. Ends with exit code 1 if the request is
     impossible, or if a cache is not what it declares (the report is written all the same).
     """
     console = Console()
