@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from .batch import common_beginning, real_rows
 from .extent import States
 from .identity import has_window
 from .layer import PrefixLayer
+from .media import read_media
 from .table import PrefixTable
 
 if TYPE_CHECKING:
@@ -45,10 +46,12 @@ class PrefixSharedCache(KVCache):
         attention_mask: Where `input_ids` hold padding, as `PrefixStore.prepare` lays it out.
         namespace: Whose texts to look among; default: that of the store.
         model: The model that runs, where it is not the one the store was made for (the same, loaded again).
+        media: What a processor makes besides ids and mask, for a prompt with images, sound or video. `generate` must
+            not be given it where `shared_tokens` is not 0; `PrefixStore.prepare` makes what it must be given.
 
     Raises:
         ConfigError: The config is not that of the store's model.
-        InputError: Not token ids.
+        InputError: Not token ids, or inputs that the store does not know for this kind of model.
 
     Example:
         >>> import torch
@@ -74,6 +77,7 @@ class PrefixSharedCache(KVCache):
         attention_mask: Tensor | None = None,
         namespace: str | None = None,
         model: PreTrainedModel | None = None,
+        media: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(config, block_size=store.block_size)
         self.layers = [
@@ -82,6 +86,7 @@ class PrefixSharedCache(KVCache):
         ]
         self.block_layers = [layer for layer in self.layers if isinstance(layer, PrefixLayer)]
         rows, self._real = real_rows(input_ids, attention_mask)
+        self._media = read_media(config, input_ids, attention_mask, media or {})
         self._prompt = input_ids
         self._store = store
         self._model = store.model if model is None else model
@@ -99,7 +104,8 @@ class PrefixSharedCache(KVCache):
                 "`store.prepare(inputs)` lays a batch out like that"
             )
         reason = "padding_in_a_window" if in_window else None
-        found = store.find(config, self._model, beginning, namespace, sum(len(row) for row in rows), reason)
+        prompt_tokens = sum(len(row) for row in rows)
+        found = store.find(config, self._model, beginning, namespace, prompt_tokens, reason, self._media)
         self._root = found.root
         self.hold(found.lease)
         self.shared_tokens = found.tokens
@@ -132,13 +138,22 @@ class PrefixSharedCache(KVCache):
         """
         texts = list(self._texts(sequences))
         tables = [layer.prefix_table() for layer in self.layers if isinstance(layer, PrefixLayer)]
-        if self._store.root(self._model, self._namespace) != self._root:
+        if self._store.root(self._model, self._namespace, self._media) != self._root:
             return 0
 
         def states(row: int, columns: Tensor, part: slice) -> list[States]:
             return [table.states_of(row, columns[part]) for table in tables]
 
-        return sum(self._store.put(self._root, ids, partial(states, row, columns)) for row, ids, columns in texts)
+        aligned = [(row, *self._aligned(token_ids, columns)) for row, token_ids, columns in texts]
+        put = partial(self._store.put, media=self._media)
+        return sum(put(self._root, ids, partial(states, row, columns)) for row, ids, columns in aligned)
+
+    def _aligned(self, token_ids: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """A text and its columns as the store keeps them; what fills a block is given the states before it."""
+        if self._media is None:
+            return token_ids, columns
+        last = int(columns[: self._media.tokens][-1])
+        return self._media.aligned(token_ids, self.block_size), self._media.aligned(columns, self.block_size, last)
 
     def _texts(self, sequences: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(row of the cache, token ids, their columns) of each text."""
@@ -169,8 +184,17 @@ class PrefixSharedCache(KVCache):
     # ------------------------------------------------------------------------------------------------- sharing
 
     def give_up(self, reason: str) -> None:
-        """Be empty and count the prompt as missed: it is computed from its first token, and can still be committed."""
+        """Be empty and count the prompt as missed: it is computed from its first token, and can still be committed.
+
+        Raises:
+            StateError: What was found holds images, which generation is not given again.
+        """
         if self.shared_tokens:
+            if self._media is not None:
+                raise StateError(
+                    "assisted decoding and prompt look-up feed the whole prompt, but the model is not given its images "
+                    "again, since their states are stored; generate without them"
+                )
             self._store.withdraw(self.shared_tokens, reason)
         self.reset()
 

@@ -24,9 +24,9 @@ class FileBlock(NamedTuple):
 
     key: bytes
     parent: bytes
-    """Key of the block before it, or of the root."""
+    """Key of the block before it, or of where its chain begins."""
     root: bytes
-    """Key of the root: model, namespace, block size."""
+    """Key of the root: model, namespace, block size, not what the text holds besides tokens."""
     tokens: bytes
     """Its token ids, 8 bytes each, little endian."""
 

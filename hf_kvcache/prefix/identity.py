@@ -1,8 +1,9 @@
 """What a stored block is: the model, the namespace, and every token from the first one on.
 
 The key of a block is a SHA-256 over the key of the block before it and its own token ids; the chain begins with a
-root over format version, block size, model and namespace. Fields carry their length and every kind of hash its own
-domain, so that no two different histories hash the same bytes. A key alone is never believed: see `Index.match`.
+root over format version, block size, model and namespace, and over a digest of what the text holds besides tokens.
+Fields carry their length and every kind of hash its own domain, so that no two different histories hash the same bytes.
+A key alone is never believed: see `Index.match`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Root(NamedTuple):
     """Fingerprint of the model, its adapters and its attention settings."""
     namespace: str | None
     """Whose texts they are. None, the default, is a namespace of its own and equals no string."""
+    media: str | None = None
+    """Digest (hex) of what the texts hold besides tokens, see `Media`; None if there is nothing."""
 
 
 def require_shareable(config: PreTrainedConfig) -> None:
@@ -111,7 +114,8 @@ class ModelWatch:
 def root_key(root: Root, block_size: int) -> bytes:
     """The key that chains of `root` begin with."""
     namespace = [] if root.namespace is None else [root.namespace.encode("utf-8", "surrogatepass")]
-    return digest("root", FORMAT_VERSION.encode(), str(block_size).encode(), root.model.encode(), *namespace)
+    key = digest("root", FORMAT_VERSION.encode(), str(block_size).encode(), root.model.encode(), *namespace)
+    return key if root.media is None else digest("root with media", key, root.media.encode())
 
 
 def block_key(parent: bytes, tokens: bytes) -> bytes:

@@ -132,6 +132,8 @@ class Index:
         if keys[0] in self._gone:
             return self._gone[keys[0]]
         others = self._beginnings.get(tokens[0], set()) - {root}
+        if any(other._replace(media=root.media) == root for other in others):
+            return "other_media"
         if any(other.model == root.model for other in others):
             return "other_namespace"
         return "other_model" if others else "nothing_shared"

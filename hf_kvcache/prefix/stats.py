@@ -16,10 +16,11 @@ class Stats(NamedTuple):
     """Tokens of all prompts, found or not."""
     misses: dict[str, int]
     """Prompts of which nothing was found, by reason: "nothing_shared"; "shorter_than_a_block" (its last token is always
-    computed and does not count); "evicted" and "expired" (it was stored once); "other_namespace" and "other_model" (its
-    first block is stored, but for another); "assisted_decoding" and "chunked_prefill" (which compute every prompt
-    from its first token, the latter before transformers 5.24);
-    "padding_in_a_window" (prompts of different lengths in one batch, and layers with a window)."""
+    computed and does not count); "evicted" and "expired" (it was stored once); "other_media", "other_namespace" and
+    "other_model" (its first block is stored, but with other images or none, or for another); "media_not_covered" (what
+    is stored ends before the last placeholder); "assisted_decoding" and "chunked_prefill" (which compute every prompt
+    from its first token, the latter before transformers 5.24); "padding_in_a_window" (prompts of different lengths in
+    one batch, and layers with a window)."""
     blocks: int
     """Blocks stored now."""
     pinned_blocks: int

@@ -32,6 +32,7 @@ from .identity import (
     shareable_layers,
 )
 from .index import Block, Index, Lease, Match
+from .media import Media, position_ids, read_media, split_options
 from .stats import Stats
 
 
@@ -183,20 +184,22 @@ class PrefixStore:
             input_ids: The prompts, padded on either side.
             attention_mask: 1 where they are not padding. Default: nowhere is.
             namespace: Whose texts these are; default: that of the store.
-            options: What `model.generate` takes. No other inputs: the store knows a text by its token ids alone.
+            options: What `model.generate` takes, with one row also images, sound and video as a processor makes them.
 
         Returns:
             What `model.generate` returns for these inputs.
 
         Raises:
-            InputError: Further inputs (images, embeddings, positions, a cache), or ids that are none.
+            InputError: Other inputs (embeddings, positions, a cache), images for a model of which it is not known which
+                tokens depend on them, or ids that are none.
         """
-        for name, option in options.items():
-            if isinstance(option, Tensor) or name in ("cache", "past_key_values"):
-                raise InputError(
-                    f"the store knows a text by its token ids and brings its own cache; leave {name!r} out"
-                )
-        prepared = self._prepare(model, input_ids, attention_mask, namespace)
+        media, options = split_options(model, options)
+        if media and _in_chunks(model, options):
+            raise InputError(
+                "a prompt with images is computed in one piece, since a chunk could end inside an image; "
+                "leave prefill_chunk_size out"
+            )
+        prepared = self._prepare(model, input_ids, attention_mask, namespace, media)
         cache = next(value for value in prepared.values() if isinstance(value, PrefixSharedCache))
         with cache:
             if cache_argument(model) == "past_key_values" and _in_chunks(model, options):
@@ -212,32 +215,40 @@ class PrefixStore:
         return output
 
     def prepare(self, inputs: Mapping[str, Tensor], namespace: str | None = None) -> dict[str, Any]:
-        """Arguments for `model.generate`, or for the model itself: ids, mask and cache.
+        """Arguments for `model.generate`, or for the model itself: ids, mask, cache, and what else the model needs.
 
         The beginning that all rows have in common comes first in every row, then the padding, then the rest, so that
         one shared history fits them all. A common beginning that is not stored is computed here, once, if there are
         several rows. The cache is the caller's to commit and to close.
 
         Args:
-            inputs: ``input_ids``, ``attention_mask`` and nothing else, as a tokenizer makes them.
+            inputs: ``input_ids`` and ``attention_mask`` as a tokenizer makes them, and with one row also images, sound
+                or video as a processor does. They are left out of the result where the cache holds their states.
             namespace: Whose texts these are; default: that of the store.
         """
-        others = sorted(set(inputs) - {"input_ids", "attention_mask"})
-        if others or "input_ids" not in inputs:
-            raise InputError(
-                f"expected input_ids and attention_mask, got {sorted(inputs)}: the store knows a text by its token ids "
-                "alone; leave the others out"
-            )
-        return self._prepare(self.model, inputs["input_ids"], inputs.get("attention_mask"), namespace)
+        if "input_ids" not in inputs:
+            raise InputError(f"expected input_ids and attention_mask, got {sorted(inputs)}")
+        media = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+        return self._prepare(self.model, inputs["input_ids"], inputs.get("attention_mask"), namespace, media)
 
     def _prepare(
-        self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, namespace: str | None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        namespace: str | None,
+        media: Mapping[str, Any],
     ) -> dict[str, Any]:
         rows, real = real_rows(input_ids, attention_mask)
+        if len(rows) > 1 or not bool(real.all()):
+            read_media(model.config, input_ids, attention_mask, media)  # raises unless all of it is text
+            media = {}
         if len(rows) == 1:
             ids, mask = rows[0][None], torch.ones_like(rows[0])[None]
-            cache = PrefixSharedCache(model.config, self, ids, mask, namespace, model)
-            return {"input_ids": ids, "attention_mask": mask, cache_argument(model): cache}
+            cache = PrefixSharedCache(model.config, self, ids, mask, namespace, model, media)
+            rest = {} if cache.shared_tokens else media
+            places = position_ids(model, ids, mask, media)
+            return {"input_ids": ids, "attention_mask": mask, cache_argument(model): cache, **places, **rest}
         beginning = common_beginning(rows)
         whole = len(beginning) // self.block_size * self.block_size
         if has_window(model.config) and any(len(row) != input_ids.shape[1] for row in rows):
@@ -246,15 +257,17 @@ class PrefixStore:
         ids, mask = lay_out(rows, whole, input_ids.shape[1], pad)
         cache = PrefixSharedCache(model.config, self, ids, mask, namespace, model)
         if cache.shared_tokens < whole:
-            _prefill(model, beginning[None, cache.shared_tokens : whole], cache)
-        return {"input_ids": ids, "attention_mask": mask, cache_argument(model): cache}
+            _prefill(model, beginning[None, :whole], cache)
+        places = position_ids(model, ids, mask, {})
+        return {"input_ids": ids, "attention_mask": mask, cache_argument(model): cache, **places}
 
     # ------------------------------------------------------------------------------------------------- blocks
 
-    def root(self, model: PreTrainedModel, namespace: str | None) -> Root:
+    def root(self, model: PreTrainedModel, namespace: str | None, media: Media | None = None) -> Root:
         """Where the texts of a namespace begin, as the model is now."""
         check_namespace(namespace)
-        return Root(self._watch.fingerprint(model), self.namespace if namespace is None else namespace)
+        namespace = self.namespace if namespace is None else namespace
+        return Root(self._watch.fingerprint(model), namespace, None if media is None else media.digest)
 
     def find(
         self,
@@ -264,23 +277,31 @@ class PrefixStore:
         namespace: str | None,
         prompt_tokens: int,
         reason: str | None = None,
+        media: Media | None = None,
     ) -> Found:
         """Look for the longest stored part of `beginning`, hold it, and count the prompt.
 
-        `reason` says why nothing of it can be found, where that is known beforehand.
+        `reason` says why nothing of it can be found, where that is known beforehand. A part that ends before the last
+        token that stands for `media` is not found.
 
         Raises:
             ConfigError: `config` is not that of `model`.
         """
         if config is not model.config and config.to_dict() != model.config.to_dict():
             raise ConfigError(f"this {type(config).__name__} is not the config of the store's model; pass model.config")
-        root, blocks = self.root(model, namespace), block_tokens(beginning, self.block_size)
-        loaded_tokens = self._load(model, root, blocks)
+        root, size = self.root(model, namespace, media), self.block_size
+        blocks = block_tokens(beginning if media is None else media.aligned(beginning, size), size)
+        loaded = self._load(model, root, blocks)
         with self._index.lock:
             match = self._index.match(root, blocks)
+            if media is not None and 0 < len(match.path) * size < media.tokens:
+                match, loaded = Match([], match.keys, "media_not_covered"), range(0)
             lease = self._index.lease(match.path)
-            layers = _in_pieces(match.path, self.block_size)
-            tokens = len(match.path) * self.block_size
+            layers = _in_pieces(match.path, size)
+            if media is not None:
+                layers = [media.without_fill(pieces, size) for pieces in layers]
+            tokens = self._tokens_of(range(len(match.path)), media)
+            loaded_tokens = self._tokens_of(loaded, media)
             self._prompt_tokens += prompt_tokens
             self._loaded_tokens += loaded_tokens
             if match.missing is None:
@@ -297,13 +318,27 @@ class PrefixStore:
             self._hit_tokens -= tokens
             self._misses[reason] += 1
 
-    def put(self, root: Root, token_ids: Int[Tensor, " tokens"], states: Callable[[slice], list[States]]) -> int:
+    def _tokens_of(self, blocks: range, media: Media | None) -> int:
+        """The tokens that consecutive blocks of a text hold."""
+        begin, end = blocks.start * self.block_size, blocks.stop * self.block_size
+        if media is None:
+            return end - begin
+        return media.real_tokens(end, self.block_size) - media.real_tokens(begin, self.block_size)
+
+    def put(
+        self,
+        root: Root,
+        token_ids: Int[Tensor, " tokens"],
+        states: Callable[[slice], list[States]],
+        media: Media | None = None,
+    ) -> int:
         """Store the whole blocks of a text that are not stored yet, as far as there is room.
 
         Args:
             root: Of the text.
-            token_ids: The text from its first token on.
-            states: Gives copies of the states of some of its tokens, of every layer.
+            token_ids: The text from its first token on; with media as `Media.aligned` makes it.
+            states: Gives copies of the states of some of these, of every layer.
+            media: What the text holds besides tokens.
 
         Returns:
             Tokens stored.
@@ -321,12 +356,12 @@ class PrefixStore:
                 return cut(layers, slice(begin, begin + self.block_size))
 
             self._files.write(self._file_blocks(root, match, blocks)[: len(held)], states_of)
-        return stored * self.block_size
+        return self._tokens_of(stored, media)
 
     def _keep(
         self, root: Root, blocks: Sequence[bytes], states: Callable[[slice], list[States]], known: int = 0
-    ) -> int:
-        """Store blocks in memory, as far as there is room. Returns how many.
+    ) -> range:
+        """Store blocks in memory, as far as there is room. Returns which.
 
         `states` is not asked for the first `known` blocks: where those have gone meanwhile, nothing is stored.
         """
@@ -335,25 +370,25 @@ class PrefixStore:
             match = self._index.match(root, blocks)
             first, count = len(match.path), len(blocks) - len(match.path)
             if count <= 0 or first < known:
-                return 0
+                return range(0)
             # One block first, to learn how much memory a block takes.
             with torch.inference_mode(False):
                 sample = Extent(states(slice(first * size, (first + 1) * size)), 1)
                 count = min(count, self._index.room_for(sample.nbytes, match.path))
                 if count <= 0:
-                    return 0
+                    return range(0)
                 extent = Extent(states(slice(first * size, (first + count) * size)), count) if count > 1 else sample
-            return self._index.insert(match, blocks, extent, root)
+            return range(first, first + self._index.insert(match, blocks, extent, root))
 
-    def _load(self, model: PreTrainedModel, root: Root, blocks: Sequence[bytes]) -> int:
-        """Read from files what follows the part of a text that is in memory. Returns the tokens read."""
+    def _load(self, model: PreTrainedModel, root: Root, blocks: Sequence[bytes]) -> range:
+        """Read from files what follows the part of a text that is in memory. Returns the blocks read."""
         if self._files is None:
-            return 0
+            return range(0)
         match = self._index.match(root, blocks)
         first = len(match.path)
         read = self._files.read(self._file_blocks(root, match, blocks)[first:])
         if not read:
-            return 0
+            return range(0)
         devices = layer_devices(model)
         joined = []
         with torch.inference_mode(False):
@@ -362,12 +397,13 @@ class PrefixStore:
                 device = devices.get(number)
                 joined.append((keys.to(device), values.to(device)))
         states = partial(_copied, joined, first * self.block_size)
-        return self._keep(root, blocks[: first + len(read)], states, first) * self.block_size
+        return self._keep(root, blocks[: first + len(read)], states, first)
 
     def _file_blocks(self, root: Root, match: Match, blocks: Sequence[bytes]) -> list[FileBlock]:
         beginning = root_key(root, self.block_size)
+        folder = root_key(root._replace(media=None), self.block_size)  # `clear` does not know the media of a namespace
         of_blocks = zip(match.keys, [beginning, *match.keys], blocks, strict=False)
-        return [FileBlock(key, parent, beginning, tokens) for key, parent, tokens in of_blocks]
+        return [FileBlock(key, parent, folder, tokens) for key, parent, tokens in of_blocks]
 
     def pin(self, token_ids: Int[Tensor, " tokens"], namespace: str | None = None) -> int:
         """Keep what is stored of a text until it is unpinned. Returns how many tokens that is."""
@@ -451,10 +487,13 @@ def _in_chunks(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _prefill(model: PreTrainedModel, token_ids: Tensor, cache: PrefixSharedCache) -> None:
-    """Compute the states of more tokens; their logits are not asked for."""
+def _prefill(model: PreTrainedModel, beginning: Int[Tensor, "1 tokens"], cache: PrefixSharedCache) -> None:
+    """Compute the states of what the cache does not hold of a text; its logits are not asked for."""
+    rest = slice(cache.shared_tokens, None)
+    places = position_ids(model, beginning, torch.ones_like(beginning), {})
+    places = {name: positions[..., rest] for name, positions in places.items()}
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    model(input_ids=token_ids, use_cache=True, **{cache_argument(model): cache}, **few)
+    model(input_ids=beginning[:, rest], use_cache=True, **{cache_argument(model): cache}, **few, **places)
 
 
 def _in_pieces(path: Sequence[Block], block_size: int) -> list[list[States]]:
