@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -18,6 +18,7 @@ from ..cache import KVCache
 from ..errors import InputError, StateError
 from ..layer import BlockLayer
 from .batch import common_beginning, real_rows
+from .embeddings import embedded_prompt
 from .extent import States
 from .identity import has_window
 from .layer import PrefixLayer
@@ -42,16 +43,17 @@ class PrefixSharedCache(KVCache):
         config: The config of the model.
         store: Where to look.
         input_ids: The prompts, without padding, ``[rows, tokens]``. Rows share the beginning that all of them have in
-            common. For prompts of different lengths see `PrefixStore.prepare`.
+            common. For prompts of different lengths see `PrefixStore.prepare`. None if there are `inputs_embeds`.
         attention_mask: Where `input_ids` hold padding, as `PrefixStore.prepare` lays it out.
         namespace: Whose texts to look among; default: that of the store.
         model: The model that runs, where it is not the one the store was made for (the same, loaded again).
         media: What a processor makes besides ids and mask, for a prompt with images, sound or video. `generate` must
             not be given it where `shared_tokens` is not 0; `PrefixStore.prepare` makes what it must be given.
+        inputs_embeds: One prompt as embeddings ``[1, tokens, width]`` instead of ids. Its answers are not stored.
 
     Raises:
         ConfigError: The config is not that of the store's model.
-        InputError: Not token ids, or inputs that the store does not know for this kind of model.
+        InputError: Not token ids, or inputs that the store does not know for this kind of model; ids and embeddings.
 
     Example:
         >>> import torch
@@ -73,11 +75,12 @@ class PrefixSharedCache(KVCache):
         self,
         config: PreTrainedConfig,
         store: PrefixStore,
-        input_ids: Int[Tensor, "rows tokens"],
+        input_ids: Int[Tensor, "rows tokens"] | None = None,
         attention_mask: Tensor | None = None,
         namespace: str | None = None,
         model: PreTrainedModel | None = None,
         media: Mapping[str, Any] | None = None,
+        inputs_embeds: Float[Tensor, "rows tokens width"] | None = None,
     ) -> None:
         super().__init__(config, block_size=store.block_size)
         self.layers = [
@@ -85,15 +88,24 @@ class PrefixSharedCache(KVCache):
             for layer in self.layers
         ]
         self.block_layers = [layer for layer in self.layers if isinstance(layer, PrefixLayer)]
-        rows, self._real = real_rows(input_ids, attention_mask)
-        self._media = read_media(config, input_ids, attention_mask, media or {})
-        self._prompt = input_ids
         self._store = store
         self._model = store.model if model is None else model
+        self._is_embedded = inputs_embeds is not None
+        if inputs_embeds is not None and input_ids is None:
+            self._media = None
+            self._prompt = embedded_prompt(self._model, inputs_embeds, attention_mask, media or {})
+            self._real = torch.ones(self._prompt.shape[:2], dtype=torch.bool)
+            beginning = self._prompt[0, :-1]
+        elif input_ids is not None and inputs_embeds is None:
+            self._prompt = input_ids
+            rows, self._real = real_rows(input_ids, attention_mask)
+            self._media = read_media(config, input_ids, attention_mask, media or {})
+            beginning = common_beginning(rows)
+        else:
+            raise InputError("a prompt is input_ids or inputs_embeds, one of them")
         self._namespace = namespace
         self._answers_follow = True
         self._rows_follow = True
-        beginning = common_beginning(rows)
         # A window counts columns, padding too, so with padding in the middle it would lose sight of tokens.
         in_window = has_window(config) and not bool(self._real.all())
         if in_window:
@@ -104,7 +116,7 @@ class PrefixSharedCache(KVCache):
                 "`store.prepare(inputs)` lays a batch out like that"
             )
         reason = "padding_in_a_window" if in_window else None
-        prompt_tokens = sum(len(row) for row in rows)
+        prompt_tokens = int(self._real.sum())
         found = store.find(config, self._model, beginning, namespace, prompt_tokens, reason, self._media)
         self._root = found.root
         self.hold(found.lease)
@@ -115,14 +127,16 @@ class PrefixSharedCache(KVCache):
                 keys, values = shared[0]
                 pool = BlockPool(keys[None], values[None], self.block_size)
                 layer.restore(PrefixTable(shared, BlockTable(pool, 1)))
-            self.carry(beginning[None, : found.tokens].cpu(), torch.tensor([found.tokens - 1]))
+            token_ids = None if self._is_embedded else beginning[None, : found.tokens].cpu()
+            self.carry(token_ids, torch.tensor([found.tokens - 1]))
 
     # ------------------------------------------------------------------------------------------------- storing
 
     def commit(self, sequences: Int[Tensor, "rows tokens"]) -> int:
         """Give the store the whole blocks of every text this cache holds that it does not have yet.
 
-        Prompts always; answers where each row of the cache is one of `sequences`, which after beam search it is not.
+        Prompts always; answers where each row of the cache is one of `sequences`, which after beam search it is not,
+        and where the prompt was token ids.
         Of several rows, those that end with one token repeated, as `generate` fills up what has ended, are stored
         without the repetition.
 
@@ -157,7 +171,9 @@ class PrefixSharedCache(KVCache):
 
     def _texts(self, sequences: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(row of the cache, token ids, their columns) of each text."""
-        prompts, width = self._prompt.shape
+        prompts, width = self._prompt.shape[:2]
+        if self._is_embedded:
+            sequences = self._prompt  # what `generate` returned are the ids of the answer alone
         held = min(self.get_seq_length(), sequences.shape[1])
         rows, texts = self.batch_size, sequences.shape[0]
         if not self._rows_follow:

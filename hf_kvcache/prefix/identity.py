@@ -9,6 +9,7 @@ A key alone is never believed: see `Index.match`.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import NamedTuple
 
 import torch
@@ -123,10 +124,10 @@ def block_key(parent: bytes, tokens: bytes) -> bytes:
     return digest("block", parent, tokens)
 
 
-def block_tokens(token_ids: Int[Tensor, " tokens"], block_size: int) -> list[bytes]:
-    """The token ids of every whole block, each as 8 bytes, little endian."""
+def block_tokens(token_ids: Int[Tensor, "tokens *numbers"], block_size: int) -> list[bytes]:
+    """The token ids of every whole block, each as 8 bytes, little endian; of embeddings 32 (see `embedded_prompt`)."""
     data = tensor_bytes(token_ids.to(torch.int64))
-    step = 8 * block_size
+    step = 8 * block_size * math.prod(token_ids.shape[1:])
     return [data[begin : begin + step] for begin in range(0, len(data) - step + 1, step)]
 
 

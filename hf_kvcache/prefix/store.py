@@ -169,7 +169,7 @@ class PrefixStore:
     def generate(
         self,
         model: PreTrainedModel,
-        input_ids: Int[Tensor, "rows tokens"],
+        input_ids: Int[Tensor, "rows tokens"] | None = None,
         attention_mask: Tensor | None = None,
         namespace: str | None = None,
         **options: Any,
@@ -181,7 +181,7 @@ class PrefixStore:
 
         Args:
             model: The model, also loaded again or changed: only what this very model computed is found.
-            input_ids: The prompts, padded on either side.
+            input_ids: The prompts, padded on either side. None with ``inputs_embeds`` of one row among the options.
             attention_mask: 1 where they are not padding. Default: nowhere is.
             namespace: Whose texts these are; default: that of the store.
             options: What `model.generate` takes, with one row also images, sound and video as a processor makes them.
@@ -190,13 +190,13 @@ class PrefixStore:
             What `model.generate` returns for these inputs.
 
         Raises:
-            InputError: Other inputs (embeddings, positions, a cache), images for a model of which it is not known which
-                tokens depend on them, or ids that are none.
+            InputError: Other inputs (positions, a cache), images for a model of which it is not known which tokens
+                depend on them, or ids that are none.
         """
         media, options = split_options(model, options)
         if media and _in_chunks(model, options):
             raise InputError(
-                "a prompt with images is computed in one piece, since a chunk could end inside an image; "
+                "a prompt with images or embeddings is computed in one piece, since a chunk could end inside an image; "
                 "leave prefill_chunk_size out"
             )
         prepared = self._prepare(model, input_ids, attention_mask, namespace, media)
@@ -207,6 +207,8 @@ class PrefixStore:
             output = cast("Any", model).generate(**prepared, **options)
             sequences = output if isinstance(output, Tensor) else output.sequences
             cache.commit(sequences)
+        if input_ids is None:
+            return output
         given = input_ids.repeat_interleave(sequences.shape[0] // input_ids.shape[0], dim=0)
         sequences = torch.cat([given, sequences[:, prepared["input_ids"].shape[1] :]], dim=1)
         if isinstance(output, Tensor):
@@ -223,22 +225,27 @@ class PrefixStore:
 
         Args:
             inputs: ``input_ids`` and ``attention_mask`` as a tokenizer makes them, and with one row also images, sound
-                or video as a processor does. They are left out of the result where the cache holds their states.
+                or video as a processor does. They are left out of the result where the cache holds their states. Or
+                ``inputs_embeds`` of one row.
             namespace: Whose texts these are; default: that of the store.
         """
-        if "input_ids" not in inputs:
-            raise InputError(f"expected input_ids and attention_mask, got {sorted(inputs)}")
         media = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
-        return self._prepare(self.model, inputs["input_ids"], inputs.get("attention_mask"), namespace, media)
+        return self._prepare(self.model, inputs.get("input_ids"), inputs.get("attention_mask"), namespace, media)
 
     def _prepare(
         self,
         model: PreTrainedModel,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         attention_mask: Tensor | None,
         namespace: str | None,
         media: Mapping[str, Any],
     ) -> dict[str, Any]:
+        if input_ids is None:
+            others = dict(media)
+            embeds = others.pop("inputs_embeds", None)
+            cache = PrefixSharedCache(model.config, self, None, attention_mask, namespace, model, others, embeds)
+            mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+            return {"inputs_embeds": embeds, "attention_mask": mask, cache_argument(model): cache}
         rows, real = real_rows(input_ids, attention_mask)
         if len(rows) > 1 or not bool(real.all()):
             read_media(model.config, input_ids, attention_mask, media)  # raises unless all of it is text
@@ -273,7 +280,7 @@ class PrefixStore:
         self,
         config: PreTrainedConfig,
         model: PreTrainedModel,
-        beginning: Int[Tensor, " tokens"],
+        beginning: Int[Tensor, "tokens *numbers"],
         namespace: str | None,
         prompt_tokens: int,
         reason: str | None = None,
@@ -328,7 +335,7 @@ class PrefixStore:
     def put(
         self,
         root: Root,
-        token_ids: Int[Tensor, " tokens"],
+        token_ids: Int[Tensor, "tokens *numbers"],
         states: Callable[[slice], list[States]],
         media: Media | None = None,
     ) -> int:
