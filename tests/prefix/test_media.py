@@ -156,8 +156,9 @@ def ask(name: str, image: int | None = 0, question: int = 0, before: int = 5, af
 def check_same(name: str, store: PrefixStore, inputs: dict[str, Tensor], hit: bool, **options: Any) -> Tensor:
     """What the store generates is what the model does; returns it."""
     model, before = model_of(name), store.stats()
-    expected = model.generate(**inputs, **ANSWER, **options)
+    # The store first: what the model alone would be asked now, it could remember.
     output = store.generate(model, **inputs, **ANSWER, **options)
+    expected = model.generate(**inputs, **ANSWER, **options)
     torch.testing.assert_close(output.sequences, expected.sequences, rtol=0, atol=0)
     for ours, theirs in zip(output.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
