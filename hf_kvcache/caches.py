@@ -195,6 +195,7 @@ class EvictingCache(KVCache):
         recent: Tokens at the end that always stay; a float below 1.0 is their share of the budget.
         per_head: Let the heads of a layer share what they keep, so that one that looks around keeps more. For policies
             whose scores compare heads: snapkv, h2o, expected_attention.
+        pyramid: Let lower layers keep more than upper ones, as many in all (PyramidKV, arXiv 2406.02069).
         block_size: Tokens per block, and tokens that go at a time while decoding.
 
     Raises:
@@ -220,9 +221,11 @@ class EvictingCache(KVCache):
         sinks: int = 4,
         recent: Recent = 0.5,
         per_head: bool = False,
+        pyramid: bool = False,
         block_size: int = 64,
     ) -> None:
-        super().__init__(config, block_size=block_size, retention=Eviction(policy, budget, sinks, recent, per_head))
+        retention = Eviction(policy, budget, sinks, recent, per_head, pyramid)
+        super().__init__(config, block_size=block_size, retention=retention)
 
 
 class QuestCache(KVCache):

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_kvcache import ConfigError, EvictingCache, KVCache, SpecError, StateError, build_cache
 from hf_kvcache.codecs import make_codecs
 from hf_kvcache.retention import POLICIES, DemotingLayer, DemotingTable, EvictedTable, EvictingLayer, Held
+from hf_kvcache.retention.allowance import Allowance
 from hf_kvcache.retention.budget import Amount, Budget
 from hf_kvcache.retention.lagkv import LagKV
 from hf_kvcache.retention.policies import make_policy
@@ -249,6 +250,38 @@ TestEvictions.settings = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+# How many stay
+
+BUDGETS: list[Amount] = [0.1, 0.5, 0.9, 100, 700, "50KiB"]
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("recent", [RECENT, 0.5])
+@pytest.mark.parametrize("layers", [1, 2, 7, 30])
+def test_a_pyramid_follows_the_formula(budget: Amount, recent: float, layers: int) -> None:
+    """As many tokens in all as without it, ever fewer from layer to layer, sinks and recent ones in each."""
+
+    def limit(seen: int) -> int:
+        return Budget(budget).tokens(seen, 51200.0, 100, BLOCK)
+
+    even = Allowance(limit, BLOCK, SINKS, recent)
+    for seen in [*range(1, 120, 7), *range(120, 1500, 61)]:
+        placed = [Allowance(limit, BLOCK, SINKS, recent, (number, layers)) for number in range(layers)]
+        found = [each.tokens(seen) for each in placed]
+        assert sum(found) == layers * even.tokens(seen)
+        assert found == sorted(found, reverse=True)
+        assert {each.recent_tokens(seen) for each in placed} == {even.recent_tokens(seen)}
+        always = SINKS + even.recent_tokens(seen) + BLOCK
+        assert found[-1] >= always
+        chosen = even.tokens(seen) - always
+        first, last = 2 * chosen - chosen / 20, chosen / 20
+        if first > seen - always:
+            first, last = max(seen - always, chosen), min(2 * chosen - seen + always, chosen)
+        for number, tokens in enumerate(found):
+            share = number / (layers - 1) if layers > 1 else 0.5
+            assert abs(tokens - always - (first + share * (last - first))) < BLOCK
 
 
 # The policies, each against its formula
@@ -624,14 +657,43 @@ def test_padded_rows_generate_as_alone() -> None:
             torch.testing.assert_close(together.logits[:, index], alone.logits[:, 0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("policy", ["h2o", "snapkv,per_head=true", "keydiff+quantized:bits=4,block_size=4"])
+@pytest.mark.parametrize("budget", [24, 0.4])
+def test_in_a_pyramid_lower_layers_hold_more(policy: str, budget: float, tmp_path: Path) -> None:
+    """The bytes are those of equally many tokens; saved and loaded it goes on bit for bit."""
+    model = tiny_model("llama", torch.float32)
+    name, plus, other = policy.partition("+")
+    specs = [evicting(f"{name},pyramid={pyramid}{plus}{other}", budget) for pyramid in ("true", "false")]
+    pyramid, even = (build_cache(decoder_config(model), spec) for spec in specs)
+    for cache in (pyramid, even):
+        generate(model, cache, prompt(rows=2, tokens=60))
+        cache.check_integrity()
+    held = [[table_of(each).exact_tokens for each in cache.block_layers] for cache in (pyramid, even)]
+    assert held[0][0] >= held[0][1] + 8
+    assert held[0][1] >= held[0][2] + 8
+    assert abs(sum(held[0]) - sum(held[1])) <= 3 * BLOCK  # each is up to a block below its limit
+    sizes = [cache.memory().payload_bytes + cache.memory().unused_bytes for cache in (pyramid, even)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.1)
+    assert "layer 2 of a pyramid of 3" in pyramid.describe()
+    pyramid.save(tmp_path / "cache", model)
+    loaded = KVCache.load(tmp_path / "cache", model)
+    one, two = (
+        generate(model, cache, **cache.continuation(prompt(rows=2, tokens=6, seed=1))) for cache in (pyramid, loaded)
+    )
+    assert torch.equal(one.logits, two.logits)
+
+
 @pytest.mark.parametrize("budget", ["24KiB", "40KiB"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_budget_in_bytes_bounds_the_whole_cache(budget: str, rows: int) -> None:
+@pytest.mark.parametrize("shape", ["", ",pyramid=true"])
+def test_a_budget_in_bytes_bounds_the_whole_cache(budget: str, rows: int, shape: str) -> None:
     model = tiny_model("llama", torch.float32)
-    cache = build_cache(decoder_config(model), f"evicting:policy=knorm,budget={budget},sinks=2,recent=4,block_size=4")
+    spec = f"evicting:policy=knorm,budget={budget},sinks=2,recent=4,block_size=4{shape}"
+    cache = build_cache(decoder_config(model), spec)
     generate(model, cache, prompt(rows=rows, tokens=200))
     memory = cache.memory()
-    held = memory.payload_bytes + memory.unused_bytes + cache.block_layers[0].table.positions.nbytes * 3
+    held = memory.payload_bytes + memory.unused_bytes
+    held += sum(table_of(each).positions.nbytes for each in cache.block_layers)
     assert 0.5 * parse_bytes(budget) < held <= parse_bytes(budget)
 
 

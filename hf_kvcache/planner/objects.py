@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..cache import KVCache
 from ..errors import ConfigError
 from ..evaluation.caches import resolve_cache
-from ..layer import layer_tensors
+from ..layer import BlockLayer, layer_tensors
 from ..units import positive
 from .shapes import LayerShape, ModelShape
 
@@ -60,11 +60,13 @@ def cache_groups(
     positive(rows, "a batch size")
     build = resolve_cache(spec, tokens + new_tokens)
     cache = _build(build, shape.decoder, spec)
-    kinds: dict[tuple[str, LayerShape], list[int]] = {}
+    kinds: dict[tuple[str, str, LayerShape], list[int]] = {}
     for index, (layer, states) in enumerate(zip(cache.layers, shape.layers, strict=False)):
-        kinds.setdefault((_kind(layer, states), states), []).append(index)
+        # Layers that keep the same may do so in other ways, as in few bits or in a pyramid.
+        storage = layer.storage() if isinstance(layer, BlockLayer) else ""
+        kinds.setdefault((_kind(layer, states), storage, states), []).append(index)
     groups = []
-    for (kind, states), indices in kinds.items():
+    for (kind, _, states), indices in kinds.items():
         # One layer of each kind is fed, in a cache of its own: the others would say the same.
         cache = _build(build, shape.decoder, spec)
         layer = cache.layers[indices[0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import transformers
@@ -77,13 +78,16 @@ def _bytes(plan: Plan) -> Table:
 
 def _groups(plan: Plan) -> Iterator[tuple[str, list[int]]]:
     """The parts of each cache by what its layers keep; zero in a cache that has no such layers."""
-    kinds = dict.fromkeys((group.kind, group.layers) for cache in plan.caches for group in cache.groups)
-    for kind, layers in kinds:
-        sizes = [
-            sum(group.total_bytes for group in cache.groups if (group.kind, group.layers) == (kind, layers))
-            for cache in plan.caches
-        ]
-        yield f"  {layers} x {kind}", sizes
+    parts: list[dict[tuple[int, str], int]] = []
+    for cache in plan.caches:
+        layers: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for group in cache.groups:
+            layers[group.kind] += group.layers
+            sizes[group.kind] += group.total_bytes
+        parts.append({(layers[kind], kind): size for kind, size in sizes.items()})
+    for count, kind in dict.fromkeys(part for of_cache in parts for part in of_cache):
+        yield f"  {count} x {kind}", [of_cache.get((count, kind), 0) for of_cache in parts]
 
 
 def _capacity(plan: Plan) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from ..codecs import Codec
 from ..exactness import Exactness
 from ..layer import BlockLayer
 from ..quantized.layer import check_finite
+from .allowance import Allowance
 from .demoting_table import DemotingTable
 from .evicting_layer import EvictingLayer
 
@@ -43,10 +43,8 @@ class DemotingLayer(EvictingLayer):
         super().check_states(key_states, value_states)
         check_finite(key_states, value_states, self.get_seq_length())
 
-    def _new_table(self, keys: Tensor, values: Tensor, limit: Callable[[int], int]) -> DemotingTable:
-        return DemotingTable(
-            keys, values, self.policy, limit, self.block_size, self.sinks, self.recent, codecs=self.codecs
-        )
+    def _new_table(self, keys: Tensor, values: Tensor, allowance: Allowance) -> DemotingTable:
+        return DemotingTable(keys, values, self.policy, allowance, codecs=self.codecs)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..attention import attend, materialize
 from ..blocks import BlockPool, BlockTable, Usage
 from ..errors import StateError
-from .budget import Recent, least_tokens, recent_tokens
+from .allowance import Allowance
 from .policy import Held, Policy
 from .queries import RecentQueries
 from .received import ReceivedAttention
@@ -34,10 +34,7 @@ class EvictedTable:
         keys: A sample ``[rows, heads, any, key_width]`` that gives rows, heads, widths, dtype and device.
         values: The same for the values.
         policy: What decides who stays.
-        limit: The most tokens of each row that may be held, by the length of the history.
-        block_size: Tokens per block, and tokens by which an eviction goes below the limit, so that it is rare.
-        sinks: Tokens at the beginning of each row, padding aside, that always stay.
-        recent: Tokens at the end that always stay, or their share of the limit.
+        allowance: How many tokens of each row may be held, and how many always stay.
     """
 
     def __init__(
@@ -45,19 +42,14 @@ class EvictedTable:
         keys: Tensor,
         values: Tensor,
         policy: Policy,
-        limit: Callable[[int], int],
-        block_size: int,
-        sinks: int,
-        recent: Recent,
+        allowance: Allowance,
     ) -> None:
         self.policy = policy
-        self.limit = limit
-        self.block_size = block_size
-        self.sink_tokens = sinks
-        self.recent = recent
+        self.allowance = allowance
+        self.block_size = allowance.block_size
         self.tokens = 0
         """Tokens seen."""
-        self.blocks = BlockTable(BlockPool(keys, values, block_size), keys.shape[0], tight=True)
+        self.blocks = BlockTable(BlockPool(keys, values, self.block_size), keys.shape[0], tight=True)
         """The tokens held, in order of their positions."""
         self.positions: Int[Tensor, "rows heads kept"] = keys.new_empty(*keys.shape[:2], 0, dtype=POSITION_DTYPE)
         """Places in the history of the first tokens held. Those behind follow without a gap, from `tail_begin` on."""
@@ -98,12 +90,7 @@ class EvictedTable:
     @property
     def is_due(self) -> bool:
         """Whether more is held as it came than may be."""
-        return self.exact_tokens > self._allowed
-
-    @property
-    def _allowed(self) -> int:
-        """Tokens of each row that may be held as they came now."""
-        return max(self.limit(self.tokens), least_tokens(self.sink_tokens, self.recent, self.block_size))
+        return self.exact_tokens > self.allowance.tokens(self.tokens)
 
     def usage(self) -> Usage:
         """Bytes held now. Positions, queries and padding count as scales: what reading and choosing need besides."""
@@ -194,8 +181,8 @@ class EvictedTable:
         Raises:
             StateError: Keys and values have different numbers of heads, so that they cannot be chosen head by head.
         """
-        target = self._allowed - self.block_size
-        begin = max(self.tokens - recent_tokens(self.recent, self._allowed), self.tail_begin)
+        target = self.allowance.tokens(self.tokens) - self.block_size
+        begin = max(self.tokens - self.allowance.recent_tokens(self.tokens), self.tail_begin)
         recent = self.tokens - begin
         candidates = self.exact_tokens - recent
         count = self._kept_of(candidates, target - recent)
@@ -243,7 +230,7 @@ class EvictedTable:
             held = held._replace(attention=self.received.settle(held))
         visible = self._visible()
         first = 0 if visible is None else visible.int().argmax(1)[:, None, None]
-        scores = self.policy.scores(held).masked_fill(held.positions < first + self.sink_tokens, torch.inf)
+        scores = self.policy.scores(held).masked_fill(held.positions < first + self.allowance.sinks, torch.inf)
         return scores if held.hidden is None else scores.masked_fill(held.hidden, -torch.inf)
 
     def _held(self, queries: Tensor | None) -> Held:

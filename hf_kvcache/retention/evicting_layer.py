@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..errors import ConfigError, StateError
 from ..exactness import Exactness
 from ..layer import BlockLayer
+from .allowance import Allowance
 from .band import visible
 from .budget import Budget, Recent, least_tokens
 from .evicted_table import EvictedTable
@@ -33,6 +33,7 @@ class EvictingLayer(BlockLayer):
         sinks: Tokens at the beginning that always stay.
         recent: Tokens at the end that always stay, or their share of the budget.
         per_head: Whether the heads of a row share what they keep, instead of keeping equally many tokens each.
+        number: Its number among `layers`, if lower ones keep more; None if all keep equally many tokens.
     """
 
     watches_first_chunk = True
@@ -46,6 +47,7 @@ class EvictingLayer(BlockLayer):
         sinks: int = 4,
         recent: Recent = 64,
         per_head: bool = False,
+        number: int | None = None,
     ) -> None:
         super().__init__(block_size)
         for name, tokens in (("sinks", sinks), ("recent", recent)):
@@ -59,6 +61,7 @@ class EvictingLayer(BlockLayer):
         self.sinks = sinks
         self.recent = recent
         self.per_head = per_head
+        self.number = number
         self._new_tokens = 0
         if budget.fixed_tokens is not None:
             self._check_budget(budget.fixed_tokens)
@@ -98,11 +101,14 @@ class EvictingLayer(BlockLayer):
 
         if self.budget.total_bytes is not None:
             self._check_budget(limit(0))
-        return self._new_table(key_states, value_states, limit)
+        place = None if self.number is None else (self.number, self.layers)
+        return self._new_table(
+            key_states, value_states, Allowance(limit, self.block_size, self.sinks, self.recent, place)
+        )
 
-    def _new_table(self, keys: Tensor, values: Tensor, limit: Callable[[int], int]) -> EvictedTable:
+    def _new_table(self, keys: Tensor, values: Tensor, allowance: Allowance) -> EvictedTable:
         kind = RaggedTable if self.per_head else EvictedTable
-        return kind(keys, values, self.policy, limit, self.block_size, self.sinks, self.recent)
+        return kind(keys, values, self.policy, allowance)
 
     def update(
         self,
@@ -201,6 +207,7 @@ class EvictingLayer(BlockLayer):
         budget = self.budget.amount
         kept = f"{self.sinks} sinks and {self._recent()} always held"
         kept = f"shared by the heads, {kept}" if self.per_head else kept
+        kept = kept if self.number is None else f"layer {self.number} of a pyramid of {self.layers}, {kept}"
         return f"evicted by {self.policy.name} to a budget of {budget}, {kept}, blocks of {self.block_size} tokens"
 
 

@@ -35,6 +35,8 @@ class Eviction:
     """Tokens at the end that always stay, or their share of the budget."""
     per_head: bool = False
     """Let the heads of a layer share what they keep, so that one that looks around keeps more; see `RaggedTable`."""
+    pyramid: bool = False
+    """Let lower layers keep more than upper ones, as many in all; see `Allowance`."""
 
     def __post_init__(self) -> None:
         policy = make_policy(self.policy)
@@ -55,12 +57,18 @@ class Eviction:
         Raises:
             ConfigError: What the two say does not combine.
         """
-        layers = get_layer_types_and_kwargs(config)[0].count("full_attention")
-        policy, budget = make_policy(self.policy), Budget(self.budget)
+        evicting = [kind == "full_attention" for kind in get_layer_types_and_kwargs(config)[0]]
+        choice: dict[str, Any] = {
+            "policy": make_policy(self.policy),
+            "budget": Budget(self.budget),
+            "layers": sum(evicting),
+            "block_size": history.block_size,
+            "sinks": self.sinks,
+            "recent": self.recent,
+            "number": sum(evicting[:index]) if self.pyramid else None,
+        }
         if not isinstance(history, QuantizedLayer):
-            return EvictingLayer(
-                policy, budget, layers, history.block_size, self.sinks, self.recent, per_head=self.per_head
-            )
+            return EvictingLayer(**choice, per_head=self.per_head)
         if self.per_head:
             raise ConfigError(f"layer {index}: where tokens are encoded, all heads keep equally many: no per_head")
         if (history.sinks, history.recent) != (Quantization.sinks, Quantization.recent):
@@ -68,7 +76,7 @@ class Eviction:
                 f"layer {index}: {self.term} says which tokens stay exact; leave sinks and recent of "
                 f"{Quantization.term} out"
             )
-        return DemotingLayer(policy, budget, layers, history.block_size, self.sinks, self.recent, codecs=history.codecs)
+        return DemotingLayer(**choice, codecs=history.codecs)
 
     def options(self) -> dict[str, Any]:
         """The same as options of a specification."""

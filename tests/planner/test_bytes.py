@@ -7,7 +7,7 @@ import torch
 from architectures import VOCABULARY, tiny_model
 from strategies import CACHE_ARGUMENT, decoder_config, dynamic_cache, whole_cache
 
-from hf_kvcache import ConfigError, InputError, PagedCache, SpecError
+from hf_kvcache import ConfigError, InputError, PagedCache, SpecError, build_cache
 from hf_kvcache.evaluation import measured_bytes
 from hf_kvcache.layer import layer_tensors
 from hf_kvcache.planner.formula import dynamic_bytes, paged_bytes, visible_bytes
@@ -53,6 +53,21 @@ def test_real_run_holds_what_was_planned(architecture, shape, tokens, rows, step
         groups = cache_groups(shape, "paged:block_size=4", tokens, rows, encoder_tokens=min(6, tokens))
         assert groups[-1].kind == "cross-attention"
         assert groups[-1].total_bytes == measured_bytes(whole.cross_attention_cache)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "evicting:policy=knorm,budget=0.5,sinks=2,recent=4,block_size=4,pyramid=true",
+        "quantized:bits=4,sinks=2,recent=4,block_size=4,layers=0:key_bits=8",
+    ],
+)
+def test_layers_of_one_kind_may_keep_it_in_different_ways(spec):
+    cache = build_cache(decoder_config(tiny_model("llama")), spec)
+    run("llama", cache, 60, 2)
+    shape = observe_model(tiny_model("llama").config)
+    assert cache.memory().total_bytes == cache_bytes(shape, spec, 60, 2)
+    assert len({group.layer_bytes for group in cache_groups(shape, spec, 60, 2)}) > 1
 
 
 @pytest.mark.parametrize("steps", [0, 1])
