@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_kvcache import ConfigError, EvictingCache, KVCache, SpecError, StateError, build_cache
+from hf_kvcache.attention import attend_summing, summing
 from hf_kvcache.codecs import make_codecs
-from hf_kvcache.retention import POLICIES, DemotingLayer, DemotingTable, EvictedTable, EvictingLayer, Held
+from hf_kvcache.retention import POLICIES, DemotingLayer, DemotingTable, EvictedTable, EvictingLayer, Held, received
 from hf_kvcache.retention.allowance import Allowance
 from hf_kvcache.retention.budget import Amount, Budget
 from hf_kvcache.retention.lagkv import LagKV
@@ -473,6 +474,64 @@ def test_received_attention_is_that_of_every_query(chunks: tuple[int, ...]) -> N
         plain = plain_row(*(part[row, :, padding:] for part in given))
         expected = plain.weights.sum((1, 2))[:, SINKS:]
         torch.testing.assert_close(scores[row, :, padding + SINKS :], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", ["no", "bool", "bias", "bias of each head"])
+@pytest.mark.parametrize("at_once", [1, 7, 30])
+def test_attention_tells_what_tokens_receive(masked: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against torch's kernel and the weights of brute force, whatever number of queries is taken at once."""
+    monkeypatch.setattr(summing, "_MOST_SCORES", 1)
+    monkeypatch.setattr(summing, "_LEAST_QUERIES", at_once)
+    (keys, values, _), (_, _, queries) = states(70, rows=2), states(30, rows=2, seed=1)
+    causal = torch.ones(30, 70, dtype=torch.bool).tril(40).expand(2, 1, -1, -1).clone()
+    causal[1, :, :, :45] = False  # the first five queries of the second row may look nowhere
+    heads = HEADS * GROUPS if masked == "bias of each head" else 1
+    bias = (
+        torch.zeros(2, heads, 30, 70, dtype=torch.float64)
+        if masked == "bool"
+        else torch.randn(2, heads, 30, 70).double()
+    )
+    whole = bias.masked_fill(~causal, -torch.inf)
+    mask, hidden = {"no": None, "bool": causal}.get(masked, whole), torch.zeros(2, HEADS, 70, dtype=torch.bool)
+    hidden[:, 1, :7] = True
+    if masked == "no":
+        whole = torch.zeros(30, 70, dtype=torch.float64).masked_fill(
+            ~torch.ones(30, 70, dtype=torch.bool).tril(40), -torch.inf
+        )
+    padding = torch.zeros(2, 30, dtype=torch.bool)
+    padding[1, :5] = True
+    output, sums = attend_summing(queries, keys, values, mask, 0.3, hidden, padding)
+    repeated = [part.repeat_interleave(GROUPS, dim=1) for part in (keys, values, hidden)]
+    scores = queries @ repeated[0].transpose(2, 3) * 0.3 + whole
+    weights = torch.softmax(scores.masked_fill(repeated[2][:, :, None], -torch.inf), -1).nan_to_num(0.0)
+    weights = weights.masked_fill(padding[:, None, :, None], 0.0)
+    torch.testing.assert_close(output, weights @ repeated[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(sums, weights.unflatten(1, (HEADS, GROUPS)).sum((2, 3)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["each head", "per_head", "demoting"])
+def test_one_pass_adds_up_what_two_passes_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt, long chunks after evictions, and tokens between them, in a padded batch: the same tokens stay."""
+    sizes = [90, 1, 1, 1, 80, 70, 1, 66]
+    mask = torch.ones(2, 1, sum(sizes), sum(sizes), dtype=torch.bool).tril()
+    mask[1, :, :, :7] = False
+
+    def go_through() -> tuple[list[Tensor], EvictedTable]:
+        target = demoting("h2o", 50) if kind == "demoting" else layer("h2o", 50, kind == "per_head")
+        outputs, seen = [], 0
+        for part, tokens in zip(split(states(sum(sizes), rows=2), *sizes), sizes, strict=True):
+            found = feed(target, part, mask[:, :, seen : seen + tokens, : seen + tokens])
+            target.check_integrity()
+            seen += tokens
+            outputs.append(found[:, :, 7:] if seen == 90 else found)
+        return outputs, table_of(target)
+
+    one, table = go_through()
+    monkeypatch.setattr(received, "_MOST_WAITING", 1000)
+    two, other = go_through()
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-11)
+    assert torch.equal(table.slot_positions(), other.slot_positions())
+    torch.testing.assert_close(*(each.received.settle(each._held(None)) for each in (table, other)), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", POLICIES)

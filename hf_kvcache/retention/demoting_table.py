@@ -107,6 +107,15 @@ class DemotingTable(EvictedTable):
         whole: list[Piece] = [*self.demoted.pieces(), *exact]
         return attend_streaming(whole, heads, query, self.columns_of(mask, query.shape[1]), scale)
 
+    def attend_receiving(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+    ) -> Float[Tensor, "rows query_heads queries value_width"] | None:
+        """See `EvictedTable.attend_receiving`. What exact tokens receive is their share among themselves."""
+        return None if self.demoted.tokens else super().attend_receiving(query, mask, scale)
+
     def select(self, indices: Sequence[int]) -> None:
         """See `EvictedTable.select`."""
         super().select(indices)

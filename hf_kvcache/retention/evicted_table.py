@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..attention import attend, materialize
+from ..attention import attend, attend_summing, materialize
 from ..blocks import BlockPool, BlockTable, Usage
 from ..errors import StateError
 from .allowance import Allowance
@@ -161,7 +161,7 @@ class EvictedTable:
         self.queries.add(query, self.tokens, forget)
         if self.received is not None:
             self.received.add(query, self.tokens)
-            if forget and self.received.is_full:
+            if forget and self.received.is_full_with(query.shape[2]):
                 self.received.settle(self._held(None))
 
     @property
@@ -268,6 +268,24 @@ class EvictedTable:
     ) -> Float[Tensor, "rows query_heads queries value_width"]:
         """Attention of `query` over what is held; a mask is over all tokens seen. See `hf_kvcache.attention.attend`."""
         return attend(self.blocks, 0, query, self.columns_of(mask, query.shape[1]), scale)
+
+    def attend_receiving(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+    ) -> Float[Tensor, "rows query_heads queries value_width"] | None:
+        """The same for many queries, of which the policy wants to know what tokens receive; None for others."""
+        if self.received is None or not self.received.awaits(query.shape[2]):
+            return None
+        keys, values, absent = self.states()
+        visible, columns = self._visible(), self.columns_of(mask, query.shape[1])
+        if columns is not None:
+            columns = columns.view(*([1] * (4 - columns.ndim)), *columns.shape)
+        padding = None if visible is None else ~visible[:, -query.shape[2] :]
+        output, sums = attend_summing(query, keys, values, columns, scale, absent, padding)
+        self.received.take(sums)
+        return output
 
     def columns_of(self, mask: Tensor | None, query_heads: int) -> Tensor | None:
         """The columns of a mask ``[..., queries, seen]`` that belong to what is held, ``[..., queries, columns]``."""

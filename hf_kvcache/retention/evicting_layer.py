@@ -144,11 +144,30 @@ class EvictingLayer(BlockLayer):
         mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
         scale: float,
     ) -> None:
-        """Let the policy know the queries; apply the budget to a first chunk once its queries are known."""
-        table = self._evicted_table()
-        table.observe(query, _seen_by_last(mask), scale, forget=not self.record_past)
-        if table.tokens == self._new_tokens and not self.record_past:
-            table.drop_before(0)
+        """Let the policy know the queries."""
+        self._evicted_table().observe(query, _seen_by_last(mask), scale, forget=not self.record_past)
+        if query.is_meta and self.get_seq_length() == self._new_tokens:
+            self._reduce_first()  # no attention follows
+
+    def _reduce_first(self) -> None:
+        """Apply the budget to a first chunk, whose queries are known."""
+        if not self.record_past:
+            self._evicted_table().drop_before(0)
+
+    def attend_given(
+        self,
+        query: Float[Tensor, "rows query_heads queries key_width"],
+        states: tuple[Tensor, Tensor],
+        mask: Bool[Tensor, "..."] | Float[Tensor, "..."] | None,
+        scale: float,
+    ) -> Float[Tensor, "rows query_heads queries value_width"] | None:
+        """Apply the budget to a first chunk, after its attention where the policy looks at that. See `BlockLayer`."""
+        with_gradients = any(part.requires_grad for part in (query, *states))
+        output = None
+        if not (self.record_past or with_gradients):
+            output = self._evicted_table().attend_receiving(query, mask, scale)
+        self._reduce_first()
+        return output
 
     def attend(
         self,
@@ -160,7 +179,10 @@ class EvictingLayer(BlockLayer):
         """Attention of `query` over what is held; see `hf_kvcache.attention.attend`."""
         if first_token:
             raise StateError(f"an evicting layer is read from its first token on, not from {first_token}")
-        return self._evicted_table().attend(query, mask, scale)
+        table = self._evicted_table()
+        # Without a mask every query sees everything, not only what is up to its own token.
+        output = None if self.record_past or mask is None else table.attend_receiving(query, mask, scale)
+        return table.attend(query, mask, scale) if output is None else output
 
     def materialize(self, first_token: int) -> tuple[Tensor, Tensor]:
         """Contiguous copies of the keys and values from position `first_token` on.

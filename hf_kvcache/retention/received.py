@@ -1,8 +1,9 @@
 """The attention that the tokens of a history have received so far.
 
-It is the sum of softmax weights over all queries, of the prompt and of decoded tokens alike. No attention
-implementation returns its weights; they are computed a second time, for some queries at once: as many calls of torch
-for 64 decoded tokens as for one. Between, queries wait, so that those of a rejected draft leave no trace.
+It is the sum of softmax weights over all queries, of the prompt and of decoded tokens alike. The weights of many
+queries, a prompt's or those of a chunk of it, are added up while attention is computed of them. Those of few queries
+are computed a second time, as no kernel returns its weights: with as many calls of torch for 64 decoded tokens as for
+one. Between, queries wait, so that those of a rejected draft leave no trace.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..attention import attend_summing
 from .policy import Held
 from .queries import RecentQueries
-from .weights import attention_weights
 
-# Queries that may wait, and queries whose weights are computed at once: what bounds the memory.
+# Queries that may wait: what bounds the memory.
 _MOST_WAITING = 64
-_SLICE_QUERIES = 128
 _ALL = 1 << 40
 
 
@@ -41,10 +41,13 @@ class ReceivedAttention:
         """One past the position of the last query seen; 0 if there was none."""
         return self._waiting.end or self._end
 
-    @property
-    def is_full(self) -> bool:
-        """Whether more queries wait than should."""
-        return self._waiting.count > _MOST_WAITING
+    def is_full_with(self, queries: int) -> bool:
+        """Whether more queries wait than should, besides as many new ones that attend all at once."""
+        return self._waiting.count > _MOST_WAITING and not self.awaits(queries)
+
+    def awaits(self, queries: int) -> bool:
+        """Whether the queries that wait are these new ones, and so many that attention had better add them up."""
+        return _MOST_WAITING < self._waiting.count == queries
 
     def add(self, query: Float[Tensor, "rows query_heads queries width"], end: int) -> None:
         """Note the queries of the tokens before position `end`."""
@@ -59,16 +62,17 @@ class ReceivedAttention:
         Returns:
             What each token has received: the sums themselves.
         """
-        rows, heads, tokens = held.positions.shape
-        precise = torch.promote_types(held.keys.dtype, torch.float32)
-        sums = held.keys.new_zeros(rows, heads, tokens, dtype=precise)
-        if self._sums is not None:
-            sums[..., : self._sums.shape[2]] = self._sums
         queries = self._waiting.last()
-        seen = tokens - self._waiting.count
-        for part in () if queries is None else queries.split(_SLICE_QUERIES, dim=2):
-            seen += part.shape[2]
-            sums[..., :seen] += attention_weights(_up_to(held, seen, part)).sum((2, 3))
+        if queries is None:
+            precise = torch.promote_types(held.keys.dtype, torch.float32)
+            return self.take(torch.zeros_like(held.positions, dtype=precise))
+        padding = None if held.hidden is None else held.hidden[:, 0, -queries.shape[2] :]
+        return self.take(attend_summing(queries, held.keys, held.values, None, held.scale, held.hidden, padding)[1])
+
+    def take(self, sums: Float[Tensor, "rows heads tokens"]) -> Float[Tensor, "rows heads tokens"]:
+        """Add the weights of the queries that wait, which wait no more, to what was received before."""
+        if self._sums is not None:
+            sums[..., : self._sums.shape[2]] += self._sums
         self._sums, self._end = sums, self.end
         self._waiting.clear()
         return sums
@@ -107,18 +111,3 @@ class ReceivedAttention:
         if "waiting" in tensors:
             self._waiting.recall(tensors["waiting"], tokens)
         self._end = tokens - self._waiting.count
-
-
-def _up_to(held: Held, tokens: int, queries: Tensor) -> Held:
-    """The first `tokens` tokens, and these queries of the last of them."""
-    hidden = None if held.hidden is None else held.hidden[..., :tokens]
-    return Held(
-        held.keys[:, :, :tokens],
-        held.values[:, :, :tokens],
-        held.positions[..., :tokens],
-        hidden,
-        queries,
-        None if hidden is None else hidden[:, 0, -queries.shape[2] :],
-        held.scale,
-        None,
-    )
