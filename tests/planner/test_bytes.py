@@ -65,7 +65,7 @@ def test_real_run_holds_what_was_planned(architecture, shape, tokens, rows, step
 def test_layers_of_one_kind_may_keep_it_in_different_ways(spec):
     cache = build_cache(decoder_config(tiny_model("llama")), spec)
     run("llama", cache, 60, 2)
-    shape = observe_model(tiny_model("llama").config)
+    shape = observe_model(tiny_model("llama").config, torch.float64)
     assert cache.memory().total_bytes == cache_bytes(shape, spec, 60, 2)
     assert len({group.layer_bytes for group in cache_groups(shape, spec, 60, 2)}) > 1
 
