@@ -12,6 +12,7 @@ from strategies import CACHE_ARGUMENT
 from torch import Tensor
 
 from hf_kvcache import InputError, PrefixSharedCache, PrefixStore
+from hf_kvcache.prefix.embeddings import embedded_prompt
 
 SIZE = 4
 ANSWER = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -79,6 +80,18 @@ def test_every_entry_finds_what_others_stored(tmp_path: Path) -> None:
     store = PrefixStore.open(f"file://{tmp_path / 'blocks'}", model, block_size=SIZE, namespace="generate")
     store.prepare({"inputs_embeds": embeds.float()})
     assert store.stats().hits == 0
+
+
+def test_a_token_is_known_by_dtype_and_every_value() -> None:
+    model, embeds = tiny_model("llama"), words("llama", 6)[1].half()
+    names = embedded_prompt(model, embeds, None, {})
+    for value in (0, -1):
+        changed = embeds.clone()
+        changed[0, 2, value] += 1
+        differ = (embedded_prompt(model, changed, None, {}) != names).any(2)
+        assert differ.tolist() == [[False, False, True, False, False, False]]
+    # The same bytes as other numbers.
+    assert (embedded_prompt(model, embeds.view(torch.bfloat16), None, {}) != names).any(2).all()
 
 
 def test_what_cannot_be_known_is_refused() -> None:
