@@ -395,6 +395,15 @@ def test_scores_follow_the_formula(name: str) -> None:
         torch.testing.assert_close(found[row], torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-9)
 
 
+def test_leverages_of_keys_that_nearly_share_a_direction() -> None:
+    """As keys of real models do: in float32 their products are singular."""
+    keys, values, queries = (part.float() for part in states(40))
+    keys = 1000 + keys / 1000
+    found = scored("cur", keys, values, queries)
+    expected = scored("cur", keys.double(), values.double(), queries.double())
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-9)
+
+
 def test_every_policy_has_its_formula_tested() -> None:
     assert {*FORMULAS, "lagkv"} == {*POLICIES}
 

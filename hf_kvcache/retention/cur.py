@@ -33,7 +33,8 @@ class Cur(Policy):
 def _leverage(
     states: Float[Tensor, "rows heads tokens width"], hidden: Bool[Tensor, "rows heads tokens"] | None
 ) -> Float[Tensor, "rows heads tokens"]:
-    precise = states.to(torch.promote_types(states.dtype, torch.float32))
+    # Keys lie close to few directions: in float32 such a system can be solved by no factorization.
+    precise = states.double()
     if hidden is not None:
         precise = precise.masked_fill(hidden[..., None], 0.0)
     gram = precise.transpose(2, 3) @ precise
@@ -42,4 +43,4 @@ def _leverage(
     factor = torch.linalg.cholesky(gram)
     # |F^-1 x|^2 = x' (FF')^-1 x.
     whitened: Tensor = torch.linalg.solve_triangular(factor, precise.transpose(2, 3), upper=False)
-    return whitened.square().sum(2)
+    return whitened.square().sum(2).to(torch.promote_types(states.dtype, torch.float32))
