@@ -396,11 +396,17 @@ def test_scores_follow_the_formula(name: str) -> None:
 
 
 def test_leverages_of_keys_that_nearly_share_a_direction() -> None:
-    """As keys of real models do: in float32 their products are singular."""
-    keys, values, queries = (part.float() for part in states(40))
-    keys = 1000 + keys / 1000
-    found = scored("cur", keys, values, queries)
-    expected = scored("cur", keys.double(), values.double(), queries.double())
+    """As keys of real models do: the products of their channels are singular in float32."""
+    keys, values = (
+        1000 * far + torch.randn(2, 1, HEADS, 100, 64, generator=torch.Generator().manual_seed(0))[far]
+        for far in (1, 0)
+    )
+    found, expected = (
+        make_policy("cur").scores(
+            Held(*states_of, torch.zeros(1, HEADS, 100, dtype=torch.int32), None, None, None, 1.0, None)
+        )
+        for states_of in ((keys, values), (keys.double(), values.double()))
+    )
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-9)
 
 
