@@ -12,7 +12,6 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -33,13 +32,14 @@ from .layer import BlockLayer, layer_tensors
 from .quantized import QuantizedLayer, QuantizedTable
 from .retention import DemotingTable, EvictedTable, EvictingLayer, QuestLayer, QuestTable, SinkTable, WindowLayer
 from .spec import build_cache, cache_spec
+from .whole_file import whole_file
 
 _FORMAT = "hf_kvcache"
 _VERSION = "1"
 
 
 def save_cache(cache: Any, path: str | os.PathLike[str], model: PreTrainedModel) -> None:
-    """Write `cache` to `path`, whole or not at all (a temporary file is renamed).
+    """Write `cache` to `path`, whole or not at all.
 
     Raises:
         StateError: The cache is empty, or a layer is kept by transformers' own class, whose states have no format.
@@ -65,13 +65,10 @@ def save_cache(cache: Any, path: str | os.PathLike[str], model: PreTrainedModel)
         "cache": json.dumps({"spec": cache_spec(cache), "layers": tables}),
     }
     metadata["sha256"] = checksum(metadata, tensors)
-    temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary, metadata)
-        temporary.replace(path)
+        with whole_file(Path(path)) as scratch:
+            save_file(tensors, scratch, metadata)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise StorageError(f"cannot write the cache to {os.fspath(path)}: {error}") from error
 
 

@@ -3,13 +3,14 @@
 import hashlib
 import io
 import json
-import os
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hf_kvcache.whole_file import whole_file
 
 FOLDER = "unfinished"
 
@@ -37,7 +38,8 @@ class Journal:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / name, piece)
+            with whole_file(self.folder / name) as scratch:
+                scratch.write_bytes(piece)
         except OSError as error:
             message = (
                 f"finished pieces are not kept any more: {error}. The run goes on; interrupted, it starts anew here"
@@ -52,21 +54,6 @@ class Journal:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.folder.parent.is_dir() and not any(self.folder.parent.iterdir()):
             self.folder.parent.rmdir()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, or leave the one that is there as it is.
-
-    Raises:
-        OSError: It cannot be written; nothing of it is left.
-    """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_bytes(content)
-        scratch.replace(path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
 
 
 def pack(arrays: dict[str, np.ndarray]) -> bytes:

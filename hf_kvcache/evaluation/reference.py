@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_kvcache.errors import InputError, StorageError
-from hf_kvcache.evaluation.journal import write_whole
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.protocols import Protocol, Scored, stream
+from hf_kvcache.whole_file import whole_file
 
 FORMAT = "hf-kvcache-reference/1"
 
@@ -65,7 +64,8 @@ class StoredReference:
         else:
             found = fixed | self._maker
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(manifest, (json.dumps(found, indent=2) + "\n").encode())
+            with whole_file(manifest) as scratch:
+                scratch.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         self._is_mine = all(found.get(name) == value for name, value in self._maker.items())
         self.maker = f"{found['model']}, {found['dtype']}"
         self.same = True
@@ -108,12 +108,10 @@ class StoredReference:
             logits[begin : begin + len(chunk.targets)] = chunk.logits
             yield chunk
         if logits is not None:
-            scratch = path.with_name(f".{path.name}.{os.getpid()}")
             try:
-                save_file({"ids": window.cpu().contiguous(), "logits": logits}, scratch, {"format": FORMAT})
-                scratch.replace(path)
+                with whole_file(path) as scratch:
+                    save_file({"ids": window.cpu().contiguous(), "logits": logits}, scratch, {"format": FORMAT})
             except (OSError, SafetensorError) as error:
-                scratch.unlink(missing_ok=True)
                 raise StorageError(
                     f"a window of the reference ({logits.nbytes / 2**20:,.0f} MiB) cannot be written: {error}. Make "
                     "room, or leave the folder out: finished windows are kept, and the same command goes on from them"

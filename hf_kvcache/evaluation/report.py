@@ -7,12 +7,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hf_kvcache.evaluation.journal import write_whole
 from hf_kvcache.evaluation.results import SCHEMA, CacheResult, Results
 from hf_kvcache.evaluation.retrieval import mean
 from hf_kvcache.evaluation.samples import Fidelity
 from hf_kvcache.evaluation.tables import NOISE_FLOOR, Table, markdown, spread, tables
 from hf_kvcache.evaluation.verdicts import rewrites, verdict, verdict_line
+from hf_kvcache.whole_file import whole_file
 
 __all__ = ["as_json", "as_markdown", "as_text", "main_table", "verdict", "write_report"]
 
@@ -42,7 +42,8 @@ def write_report(results: Results, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     numbers, text = folder / "results.json", folder / "report.md"
-    write_whole(numbers, as_text(results).encode())
+    with whole_file(numbers) as scratch:
+        scratch.write_bytes(as_text(results).encode())
     text.write_text(as_markdown(results, ()), encoding="utf-8")
     page = folder / "report.html"
     page.write_text(as_html(results, _sizes(results), main_table(results), _proofs(results)), encoding="utf-8")
