@@ -14,6 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from . import rows
+from .rows import Logarithms, Packed, token_scales
+
 # Tokens converted at once: bounds the memory, and costs nothing.
 _CONVERTED_TOKENS = 2048
 
@@ -31,23 +34,43 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def scores(
-    query: Float[Tensor, "heads queries width"], keys: Float[Tensor, "heads tokens width"]
+    query: Float[Tensor, "heads queries width"],
+    keys: Float[Tensor, "heads tokens width"] | Packed,
+    scales: Logarithms | None = None,
 ) -> Float[Tensor, "heads queries tokens"]:
-    """Products of every query with every key, unscaled, in the queries' dtype."""
-    if keys.dtype != query.dtype:
-        if keys.shape[1] <= _CONVERTED_TOKENS:
-            return scores(query, keys.to(query.dtype))
-        parts = [scores(query, part.to(query.dtype)) for part in keys.split(_CONVERTED_TOKENS, 1)]
-        return torch.cat(parts, -1)
-    if query.device.type == "cpu" and query.element_size() == 2:
-        return torch.bmm(keys, query.transpose(1, 2)).transpose(1, 2)
-    return torch.bmm(query, keys.transpose(1, 2))
+    """Products of every query with every key, in its dtype; times their scales, if any, in float32 or better."""
+    products = rows.scores(query, keys, scales)
+    if products is not None:
+        return products
+    if not isinstance(keys, Tensor):
+        keys = keys.decode(query.dtype)
+    if keys.dtype == query.dtype:
+        products = _product(query, keys)
+    elif keys.shape[1] <= _CONVERTED_TOKENS:
+        products = _product(query, keys.to(query.dtype))
+    else:
+        products = torch.cat([_product(query, part.to(query.dtype)) for part in keys.split(_CONVERTED_TOKENS, 1)], -1)
+    if scales is None:
+        return products
+    precise = torch.promote_types(query.dtype, torch.float32)
+    return products.to(precise) * token_scales(scales, precise).transpose(1, 2)
 
 
 def weighted_sum(
-    weights: Float[Tensor, "heads queries tokens"], values: Float[Tensor, "heads tokens width"]
+    weights: Float[Tensor, "heads queries tokens"],
+    values: Float[Tensor, "heads tokens width"] | Packed,
+    scales: Logarithms | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "heads queries width"]:
-    """Sums of the values, weighted by each query's row, in the weights' dtype."""
+    """Sums of the values (times their scales), weighted by each query's row, in `dtype` or else the weights' dtype."""
+    precise, weights = weights, weights if dtype is None else weights.to(dtype)
+    sums = rows.weighted_sum(weights, values, scales)
+    if sums is not None:
+        return sums
+    if not isinstance(values, Tensor):
+        values = values.decode(weights.dtype)
+    if scales is not None:
+        weights = (precise * token_scales(scales, precise.dtype).transpose(1, 2)).to(weights.dtype)
     if values.dtype != weights.dtype:
         if values.shape[1] <= _CONVERTED_TOKENS:
             return torch.bmm(weights, values.to(weights.dtype))
@@ -57,3 +80,9 @@ def weighted_sum(
             total.baddbmm_(part, held.to(weights.dtype))
         return total
     return torch.bmm(weights, values)
+
+
+def _product(query: Tensor, keys: Tensor) -> Tensor:
+    if query.device.type == "cpu" and query.element_size() == 2:
+        return torch.bmm(keys, query.transpose(1, 2)).transpose(1, 2)
+    return torch.bmm(query, keys.transpose(1, 2))

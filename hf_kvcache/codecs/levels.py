@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from .packing import take
+from ..attention.rows import Rows, symbols
+from .packing import plane_bits, take, unpack
 
 
 @lru_cache(maxsize=16)
@@ -76,6 +78,34 @@ def symbol_table(bits: Sequence[int], dtype: torch.dtype, device: torch.device) 
     table = torch.stack(columns, dim=1).to(dtype)
     word = _WORD_OF_BYTES.get(table.shape[1] * table.element_size())
     return (table if word is None else table.view(word).flatten()).to(device)
+
+
+class Levels(NamedTuple):
+    """Levels ``[heads, tokens, width]``, packed as symbols; see `attention.rows.Packed`."""
+
+    planes: Sequence[Tensor]
+    """Of one kind of symbol after the other, see `packing`."""
+    symbols: tuple[tuple[int, ...], ...]
+    """Of each kind, the bits of its places, the lowest first."""
+    count: int
+    """Symbols of each kind in a token."""
+
+    def rows(self, dtype: torch.dtype) -> Rows:
+        """See `attention.rows.Packed`."""
+        bits = [width for kind in self.symbols for width in plane_bits(sum(kind))]
+        device = self.planes[0].device
+        tables = [symbol_table(kind, dtype, device).view(dtype).view(-1, len(kind)) for kind in self.symbols]
+        return symbols(self.planes, bits, self.count * sum(map(len, self.symbols)), tables)
+
+    def decode(self, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        """See `attention.rows.Packed`."""
+        levels, begin = [], 0
+        for kind in self.symbols:
+            end = begin + len(plane_bits(sum(kind)))
+            numbers = unpack(self.planes[begin:end], sum(kind), self.count)
+            levels.append(look_up(numbers, kind, dtype))
+            begin = end
+        return levels[0] if len(levels) == 1 else torch.cat(levels, -1)
 
 
 def look_up(

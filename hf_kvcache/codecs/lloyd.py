@@ -18,11 +18,12 @@ from jaxtyping import Float, Int8, Int32
 from torch import Tensor
 
 from ..attention import matmul
+from ..attention.rows import token_scales
 from ..errors import ConfigError
 from .centring import round_learned
 from .codec import Codec, Fit, Part, check_bits
-from .levels import look_up, nearest_symbols
-from .packing import pack, plane_shapes, unpack
+from .levels import Levels, nearest_symbols
+from .packing import pack, plane_shapes
 from .rotation import rotation
 
 # Coordinates that share a symbol, by bits. A table of symbols must fit a core's smallest cache to be read fast.
@@ -60,19 +61,18 @@ class LloydValues(Codec):
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
     ) -> Float[Tensor, "heads queries width"]:
         *planes, scales = parts
-        scaled = weights * token_scales(scales, weights.dtype).transpose(1, 2)
-        turned = matmul.weighted_sum(scaled.to(dtype), self._levels(planes, dtype)).to(weights.dtype)
+        turned = matmul.weighted_sum(weights, self._levels(planes), scales, dtype).to(weights.dtype)
         return turned @ rotation(turned.shape[-1], turned.dtype, turned.device).T
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
         *planes, scales = parts
         precise = torch.promote_types(dtype, torch.float32)
-        turned = self._levels(planes, precise).mul_(token_scales(scales, precise))
+        turned = self._levels(planes).decode(precise).mul_(token_scales(scales, precise))
         return (turned @ rotation(turned.shape[-1], precise, turned.device).T).to(dtype)
 
-    def _levels(self, planes: Sequence[Tensor], dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+    def _levels(self, planes: Sequence[Tensor]) -> Levels:
         # Of symbols of 8 or 12 bits the first plane has one element each.
-        return look_up(unpack(planes, sum(self.bits), planes[0].shape[-1]), self.bits, dtype)
+        return Levels(planes, (self.bits,), planes[0].shape[-1])
 
 
 class LloydKeys(LloydValues):
@@ -96,8 +96,7 @@ class LloydKeys(LloydValues):
     ) -> Float[Tensor, "heads queries tokens"]:
         turned, of_mean = prepared
         *planes, scales = parts
-        products = matmul.scores(turned, self._levels(planes, turned.dtype)).to(of_mean.dtype)
-        return torch.addcmul(of_mean, products, token_scales(scales, of_mean.dtype).transpose(1, 2))
+        return matmul.scores(turned, self._levels(planes), scales).to(of_mean.dtype) + of_mean
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
         return super().decode(parts, fit, fit["mean"].dtype).add_(fit["mean"][:, None]).to(dtype)
@@ -119,8 +118,3 @@ def code_tokens(
     """
     logarithms = token_logarithms(turned)
     return nearest_symbols(turned / token_scales(logarithms, turned.dtype)[..., None], bits), logarithms
-
-
-def token_scales(logarithms: Int8[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
-    """The scales whose logarithms `code_tokens` stored."""
-    return torch.exp2(logarithms.to(dtype) * 0.125)

@@ -23,12 +23,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import matmul
+from ..attention.rows import token_scales
 from ..errors import ConfigError
 from .centring import add_mean_scores, block_means, centre, fit_means, mean_parts, prepare_means, round_learned
 from .codec import Codec, Fit, Part, check_bits
-from .levels import look_up, nearest_symbols
-from .lloyd import token_logarithms, token_scales
-from .packing import pack, plane_bits, plane_shapes, unpack
+from .levels import Levels, nearest_symbols
+from .lloyd import token_logarithms
+from .packing import pack, plane_shapes
 from .rotation import rotation
 
 # Bits of the four classes of key channels by nominal bits: classes in one bracket share a symbol. The table of a symbol
@@ -98,33 +99,20 @@ class MixedKeys(Codec):
     ) -> Float[Tensor, "heads queries tokens"]:
         turned, *of_means = prepared
         *planes, scales, means = parts
-        levels = self._levels(planes, turned.shape[-1], turned.dtype)
-        precise = fit["mean"].dtype
-        total, *others = (
-            matmul.scores(query, held).to(precise, memory_format=torch.contiguous_format)
-            for query, held in zip(turned.chunk(len(levels), -1), levels, strict=True)
-        )
-        for products in others:
-            total.add_(products)
-        total.mul_(token_scales(scales, precise).transpose(1, 2))
-        return add_mean_scores(total, of_means, means)
+        products = matmul.scores(turned, self._levels(planes, turned.shape[-1]), scales)
+        precise = products.to(fit["mean"].dtype, memory_format=torch.contiguous_format)
+        return add_mean_scores(precise, of_means, means)
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
         *planes, scales, means = parts
         precise, width = fit["mean"].dtype, fit["mean"].shape[-1]
-        levels = torch.cat(self._levels(planes, width, precise), -1).mul_(token_scales(scales, precise))
+        levels = self._levels(planes, width).decode(precise).mul_(token_scales(scales, precise))
         states = (levels * self._scales(fit)) @ self._basis(fit).transpose(1, 2)
         states.unflatten(1, (means.shape[1], -1)).add_(block_means(means, fit)[:, :, None])
         return states.to(dtype)
 
-    def _levels(self, planes: Sequence[Tensor], width: int, dtype: torch.dtype) -> list[Tensor]:
-        """The levels of each symbol, ``[heads, tokens, width / symbols]``."""
-        levels, begin = [], 0
-        for bits in self.symbols:
-            end = begin + len(plane_bits(sum(bits)))
-            levels.append(look_up(unpack(planes[begin:end], sum(bits), width // _CLASSES), bits, dtype))
-            begin = end
-        return levels
+    def _levels(self, planes: Sequence[Tensor], width: int) -> Levels:
+        return Levels(planes, self.symbols, width // _CLASSES)
 
     def _basis(self, fit: Fit) -> Float[Tensor, "heads width width"]:
         """Orthonormal columns: the rotations of the classes, in the order of the levels."""

@@ -12,15 +12,17 @@ the rotation and the scales are applied to the sums and the weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from ..attention import matmul
+from ..attention import matmul, rows
+from ..attention.rows import Rows, nibbles, token_scales
 from ..errors import ConfigError
 from .codec import Codec, Fit, Part, check_bits
-from .lloyd import token_logarithms, token_scales
+from .lloyd import token_logarithms
 from .rotation import rotation
 
 _HALF = 8
@@ -54,16 +56,33 @@ class Nibble(Codec):
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
     ) -> Float[Tensor, "heads queries width"]:
         codes, scales = parts
-        scaled = weights * token_scales(scales, weights.dtype).transpose(1, 2)
-        halves = [matmul.weighted_sum(scaled.to(dtype), half) for half in _halves(codes, dtype)]
-        turned = torch.cat(halves, -1).to(weights.dtype).add_(scaled.sum(-1, keepdim=True), alpha=0.5)
+        turned = rows.weighted_sum(weights.to(dtype), Nibbles(codes), scales)
+        if turned is None:
+            scaled = weights * token_scales(scales, weights.dtype).transpose(1, 2)
+            halves = [matmul.weighted_sum(scaled.to(dtype), half) for half in _halves(codes, dtype)]
+            turned = torch.cat(halves, -1).to(weights.dtype).add_(scaled.sum(-1, keepdim=True), alpha=0.5)
+        turned = turned.to(weights.dtype)
         return turned @ (rotation(turned.shape[-1], turned.dtype, turned.device).T * _STEP)
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
         codes, scales = parts
         precise = torch.promote_types(dtype, torch.float32)
-        turned = torch.cat(_halves(codes, precise), -1).add_(0.5).mul_(token_scales(scales, precise) * _STEP)
+        turned = Nibbles(codes).decode(precise).mul_(token_scales(scales, precise) * _STEP)
         return (turned @ rotation(turned.shape[-1], precise, turned.device).T).to(dtype)
+
+
+class Nibbles(NamedTuple):
+    """The points of the grid, -7.5 to 7.5, ``[heads, tokens, width]``; see `attention.rows.Packed`."""
+
+    codes: Int8[Tensor, "heads tokens bytes"]
+
+    def rows(self, _: torch.dtype) -> Rows:
+        """See `attention.rows.Packed`."""
+        return nibbles(self.codes)
+
+    def decode(self, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        """See `attention.rows.Packed`."""
+        return torch.cat(_halves(self.codes, dtype), -1).add_(0.5)
 
 
 def _halves(codes: Int8[Tensor, "heads tokens bytes"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

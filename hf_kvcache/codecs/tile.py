@@ -15,8 +15,9 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 from ..attention import matmul
+from ..attention.rows import token_scales
 from .codec import Fit, Part
-from .lloyd import LloydValues, code_tokens, token_scales
+from .lloyd import LloydValues, code_tokens
 from .packing import pack
 from .rotation import rotation
 
@@ -46,17 +47,13 @@ class Tile(LloydValues):
     ) -> Float[Tensor, "heads queries tokens"]:
         (turned,) = prepared
         *planes, tokens, channels = parts
-        products = matmul.scores(turned, self._even(planes, channels, turned.dtype))
-        precise = torch.promote_types(turned.dtype, torch.float32)
-        products = products.to(precise, memory_format=torch.contiguous_format)
-        return products.mul_(token_scales(tokens, precise).transpose(1, 2))
+        return matmul.scores(turned, self._even(planes, channels, turned.dtype), tokens)
 
     def weighted_sum(
         self, weights: Float[Tensor, "heads queries tokens"], parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype
     ) -> Float[Tensor, "heads queries width"]:
         *planes, tokens, channels = parts
-        scaled = weights * token_scales(tokens, weights.dtype).transpose(1, 2)
-        turned = matmul.weighted_sum(scaled.to(dtype), self._even(planes, channels, dtype)).to(weights.dtype)
+        turned = matmul.weighted_sum(weights, self._even(planes, channels, dtype), tokens, dtype).to(weights.dtype)
         return turned @ rotation(turned.shape[-1], turned.dtype, turned.device).T
 
     def decode(self, parts: Sequence[Tensor], fit: Fit, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
@@ -69,7 +66,7 @@ class Tile(LloydValues):
         self, planes: Sequence[Tensor], channels: Int8[Tensor, "heads blocks width"], dtype: torch.dtype
     ) -> Float[Tensor, "heads tokens width"]:
         """Rotated states up to the scales of the tokens."""
-        levels = self._levels(planes, dtype)
+        levels = self._levels(planes).decode(dtype)
         levels.unflatten(1, (channels.shape[1], -1)).mul_(token_scales(channels, dtype)[:, :, None])
         return levels
 

@@ -3,8 +3,8 @@
 import torch
 from codec_cases import TOKENS, encode, make
 
+from hf_kvcache.attention.rows import token_scales
 from hf_kvcache.codecs.centring import add_mean_scores, block_means, centre, fit_means, prepare_means
-from hf_kvcache.codecs.lloyd import token_scales
 from hf_kvcache.codecs.rotation import rotation
 from hf_kvcache.codecs.tile import even_channels
 

@@ -1,0 +1,212 @@
+"""Rows of numbers as they are stored, and their products with few queries, read in place by a few lines of C.
+
+A decoded token meets three or four queries with thousands of rows: nothing but reading. torch's products of that shape
+read at a third of the memory's speed, and rows in another form (16-bit numbers, packed symbols) have to be written out
+as numbers before they can be multiplied at all. `rows.c` reads each row once, in the form it has, and multiplies it
+while it lies in the processor's nearest cache.
+
+It is compiled when the package is installed, where there is a C compiler, and runs on torch's own threads. Where it is
+missing, and for whatever it does not cover (another device, many queries, gradients), `matmul` does the same in torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int8
+from torch import Tensor
+
+MOST_QUERIES = 16
+"""With more queries than that, a matrix product of torch's pays for the rows' being written out."""
+
+_MOST_WIDTH = 512
+_LANES = 8
+_TASK_TOKENS = 256
+_MOST_PLANES, _MOST_SYMBOLS = 4, 2
+_NAMES = {torch.float32: "float", torch.float64: "double"}
+_PLAIN, _BFLOAT16, _SYMBOLS, _NIBBLES = range(4)
+
+Logarithms: TypeAlias = Int8[Tensor, "heads tokens 1"]
+"""Scales of rows, as base-2 logarithms in eighths."""
+
+
+class Rows(NamedTuple):
+    """Rows ``[heads, tokens, width]`` in the form they have."""
+
+    kind: int
+    width: int
+    planes: Sequence[Tensor]
+    """What they are stored in, each ``[heads, tokens, elements]``."""
+    bits: Sequence[int] = ()
+    """Of a symbol, in each plane; a plane of 8 begins another kind of symbol."""
+    tables: Sequence[Tensor] = ()
+    """The numbers of each kind of symbol, ``[symbols, numbers]``."""
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """Rows that are not stored as numbers."""
+
+    def rows(self, dtype: torch.dtype) -> Rows:
+        """What the C code reads, with tables of `dtype`."""
+
+    def decode(self, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
+        """The numbers themselves."""
+
+
+def symbols(planes: Sequence[Tensor], bits: Sequence[int], width: int, tables: Sequence[Tensor]) -> Rows:
+    """Rows of symbols, packed as `codecs.packing` does, each of which stands for some numbers."""
+    return Rows(_SYMBOLS, width, planes, bits, tables)
+
+
+def nibbles(codes: Int8[Tensor, "heads tokens bytes"]) -> Rows:
+    """Rows of bytes: their low halves less 7.5, then their high halves, which are signed, plus 0.5."""
+    return Rows(_NIBBLES, 2 * codes.shape[-1], [codes])
+
+
+def token_scales(logarithms: Int8[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """The scales whose logarithms these are."""
+    return torch.exp2(logarithms.to(dtype) * 0.125)
+
+
+def scores(
+    query: Float[Tensor, "heads queries width"], keys: Tensor | Packed, scales: Logarithms | None = None
+) -> Float[Tensor, "heads queries tokens"] | None:
+    """Products of every query with every row times its scale; None where the C code does not cover that."""
+    rows, library = _covered(query, keys), _library()
+    if rows is None or library is None or query.shape[2] != rows.width:
+        return None
+    heads, queries, _ = query.shape
+    tokens = rows.planes[0].shape[1]
+    query = query.contiguous()
+    products = query.new_empty(heads, queries, tokens)
+    library.scores[query.dtype](
+        _arguments(rows, scales, query.dtype),
+        query.data_ptr(),
+        products.data_ptr(),
+        heads,
+        queries,
+        tokens,
+        torch.get_num_threads(),
+    )
+    return products
+
+
+def weighted_sum(
+    weights: Float[Tensor, "heads queries tokens"], values: Tensor | Packed, scales: Logarithms | None = None
+) -> Float[Tensor, "heads queries width"] | None:
+    """Sums of the rows times their scales, by each query's weights; None where the C code does not cover that."""
+    rows, library = _covered(weights, values), _library()
+    if rows is None or library is None or weights.stride(2) != 1:
+        return None
+    heads, queries, tokens = weights.shape
+    sums = weights.new_empty(heads, -(-tokens // _TASK_TOKENS), queries, rows.width)
+    library.sums[weights.dtype](
+        _arguments(rows, scales, weights.dtype),
+        weights.data_ptr(),
+        (ctypes.c_int64 * 2)(weights.stride(0), weights.stride(1)),
+        sums.data_ptr(),
+        heads,
+        queries,
+        tokens,
+        torch.get_num_threads(),
+    )
+    return sums.sum(1)
+
+
+def is_compiled() -> bool:
+    """Whether the C code is there."""
+    return _library() is not None
+
+
+def _covered(numbers: Tensor, rows: Tensor | Packed) -> Rows | None:
+    """The rows, if the C code can multiply them with `numbers`, ``[heads, queries, ...]``."""
+    if numbers.device.type != "cpu" or numbers.dtype not in _NAMES or not 0 < numbers.shape[1] <= MOST_QUERIES:
+        return None
+    if not isinstance(rows, Tensor):
+        found = rows.rows(numbers.dtype)
+    elif rows.dtype == numbers.dtype:
+        found = Rows(_PLAIN, rows.shape[2], [rows])
+    elif rows.dtype == torch.bfloat16:
+        found = Rows(_BFLOAT16, rows.shape[2], [rows])
+    else:
+        return None
+    if found.width % _LANES or found.width > _MOST_WIDTH or not found.planes[0].shape[1]:
+        return None
+    if len(found.planes) > _MOST_PLANES or len(found.tables) > _MOST_SYMBOLS:
+        return None
+    for tensor in (numbers, *found.planes):
+        # Subclasses stand for tensors that are traced, or are nowhere.
+        if type(tensor) is not Tensor or (tensor.requires_grad and torch.is_grad_enabled()):
+            return None
+    return found if all(plane.stride(2) == 1 or plane.shape[2] == 1 for plane in found.planes) else None
+
+
+# ``struct rows``, member by member.
+_STRUCT = struct.Struct(f"={3 + 4 * _MOST_PLANES + 1 + 2 * _MOST_SYMBOLS + 4}q")
+_ZEROS = (0,) * _MOST_PLANES
+
+
+def _arguments(rows: Rows, scales: Tensor | None, dtype: torch.dtype) -> bytes:
+    """``struct rows``, with addresses in `rows` and `scales`, which must outlive it."""
+    kind, width, planes, bits, tables = rows
+    no_plane, no_table = _ZEROS[len(planes) :], _ZEROS[len(tables) : _MOST_SYMBOLS]
+    sizes = [plane.element_size() for plane in planes]
+    members = chain(
+        (kind, width, len(planes)),
+        [plane.data_ptr() for plane in planes],
+        no_plane,
+        [plane.stride(0) * size for plane, size in zip(planes, sizes, strict=True)],
+        no_plane,
+        [plane.stride(1) * size for plane, size in zip(planes, sizes, strict=True)],
+        no_plane,
+        bits or _ZEROS[: len(planes)],
+        no_plane,
+        (len(tables),),
+        [table.data_ptr() for table in tables],
+        no_table,
+        [table.shape[1] for table in tables],
+        no_table,
+        (0, 0, 0, 0)
+        if scales is None
+        else (scales.data_ptr(), scales.stride(0), scales.stride(1), _powers(dtype).data_ptr()),
+    )
+    return _STRUCT.pack(*members)
+
+
+@lru_cache(maxsize=2)
+def _powers(dtype: torch.dtype) -> Float[Tensor, "256"]:
+    return token_scales(torch.arange(-128, 128).to(torch.int8), dtype)
+
+
+class _Library(NamedTuple):
+    """The compiled functions, by the dtype of the numbers."""
+
+    scores: dict[torch.dtype, Any]
+    sums: dict[torch.dtype, Any]
+
+
+@lru_cache(maxsize=1)
+def _library() -> _Library | None:
+    """The compiled code, or None where it was not compiled or finds no threads of torch's to run on."""
+    found = find_spec("hf_kvcache.attention._rows")
+    if found is None or found.origin is None:
+        return None
+    try:
+        compiled = ctypes.CDLL(found.origin)
+    except OSError:
+        return None
+    library = _Library({}, {})
+    sizes = [ctypes.c_int64] * 3 + [ctypes.c_int32]
+    for functions, name, pointers in ((library.scores, "scores", 3), (library.sums, "sums", 4)):
+        for dtype, number in _NAMES.items():
+            functions[dtype] = getattr(compiled, f"{name}_{number}")
+            functions[dtype].argtypes, functions[dtype].restype = [ctypes.c_void_p] * pointers + sizes, None
+    return library

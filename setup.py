@@ -1,0 +1,16 @@
+"""The one part of the package that is compiled; everything else is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+# Optional: where there is no C compiler, or none that knows OpenMP, torch does the same, slower. The code is not linked
+# with an OpenMP library of its own: it runs on the threads of torch's.
+setup(
+    ext_modules=[
+        Extension(
+            "hf_kvcache.attention._rows",
+            ["hf_kvcache/attention/rows.c"],
+            extra_compile_args=["-O3", "-fopenmp"],
+            optional=True,
+        )
+    ]
+)
