@@ -16,7 +16,6 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -158,27 +157,27 @@ def _arguments(rows: Rows, scales: Tensor | None, dtype: torch.dtype) -> bytes:
     """``struct rows``, with addresses in `rows` and `scales`, which must outlive it."""
     kind, width, planes, bits, tables = rows
     no_plane, no_table = _ZEROS[len(planes) :], _ZEROS[len(tables) : _MOST_SYMBOLS]
-    sizes = [plane.element_size() for plane in planes]
-    members = chain(
-        (kind, width, len(planes)),
-        [plane.data_ptr() for plane in planes],
-        no_plane,
-        [plane.stride(0) * size for plane, size in zip(planes, sizes, strict=True)],
-        no_plane,
-        [plane.stride(1) * size for plane, size in zip(planes, sizes, strict=True)],
-        no_plane,
-        bits or _ZEROS[: len(planes)],
-        no_plane,
-        (len(tables),),
-        [table.data_ptr() for table in tables],
-        no_table,
-        [table.shape[1] for table in tables],
-        no_table,
-        (0, 0, 0, 0)
-        if scales is None
-        else (scales.data_ptr(), scales.stride(0), scales.stride(1), _powers(dtype).data_ptr()),
+    sizes = [(plane.data_ptr(), plane.element_size(), plane.stride()) for plane in planes]
+    scale = (0, 0, 0, 0)
+    if scales is not None:
+        scale = (scales.data_ptr(), scales.stride(0), scales.stride(1), _powers(dtype).data_ptr())
+    return _STRUCT.pack(
+        *(kind, width, len(planes)),
+        *([address for address, _, _ in sizes]),
+        *no_plane,
+        *([strides[0] * size for _, size, strides in sizes]),
+        *no_plane,
+        *([strides[1] * size for _, size, strides in sizes]),
+        *no_plane,
+        *(bits or _ZEROS[: len(planes)]),
+        *no_plane,
+        len(tables),
+        *([table.data_ptr() for table in tables]),
+        *no_table,
+        *([table.shape[1] for table in tables]),
+        *no_table,
+        *scale,
     )
-    return _STRUCT.pack(*members)
 
 
 @lru_cache(maxsize=2)

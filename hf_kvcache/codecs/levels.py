@@ -87,25 +87,32 @@ class Levels(NamedTuple):
     """Of one kind of symbol after the other, see `packing`."""
     symbols: tuple[tuple[int, ...], ...]
     """Of each kind, the bits of its places, the lowest first."""
-    count: int
+    symbols_of_kind: int
     """Symbols of each kind in a token."""
 
     def rows(self, dtype: torch.dtype) -> Rows:
         """See `attention.rows.Packed`."""
-        bits = [width for kind in self.symbols for width in plane_bits(sum(kind))]
-        device = self.planes[0].device
-        tables = [symbol_table(kind, dtype, device).view(dtype).view(-1, len(kind)) for kind in self.symbols]
-        return symbols(self.planes, bits, self.count * sum(map(len, self.symbols)), tables)
+        bits, tables = _planes_and_tables(self.symbols, dtype, self.planes[0].device)
+        return symbols(self.planes, bits, self.symbols_of_kind * sum(map(len, self.symbols)), tables)
 
     def decode(self, dtype: torch.dtype) -> Float[Tensor, "heads tokens width"]:
         """See `attention.rows.Packed`."""
         levels, begin = [], 0
         for kind in self.symbols:
             end = begin + len(plane_bits(sum(kind)))
-            numbers = unpack(self.planes[begin:end], sum(kind), self.count)
+            numbers = unpack(self.planes[begin:end], sum(kind), self.symbols_of_kind)
             levels.append(look_up(numbers, kind, dtype))
             begin = end
         return levels[0] if len(levels) == 1 else torch.cat(levels, -1)
+
+
+@lru_cache(maxsize=32)
+def _planes_and_tables(
+    kinds: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """The bits of all planes, and of each kind of symbol a table ``[symbols, numbers]``."""
+    tables = (symbol_table(kind, dtype, device).view(dtype).view(-1, len(kind)) for kind in kinds)
+    return tuple(width for kind in kinds for width in plane_bits(sum(kind))), tuple(tables)
 
 
 def look_up(
