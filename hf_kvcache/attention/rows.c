@@ -36,38 +36,23 @@ struct rows {
     const void *powers; /* scales by logarithm + 128 */
 };
 
-/* Add to `symbol` what a plane of `bits` bits holds of it, a word of the plane at a time. */
-INLINE void add_plane(const uint8_t *byte, int64_t count, int64_t bits, int64_t shift, int32_t *symbol) {
-    int64_t in_word = 32 / bits;
-    for (int64_t first = 0; first < count; first += in_word) {
-        uint32_t word = 0;
-        int64_t left = (count - first) * bits;
-        if (left >= 32)
-            memcpy(&word, byte + first * bits / 8, 4);
-        else
-            memcpy(&word, byte + first * bits / 8, (size_t)(left + 7) / 8);
-        for (int64_t i = 0; i < in_word; i++)
-            symbol[first + i] |= (int32_t)(((word >> (bits * i)) & ((1u << bits) - 1)) << shift);
-    }
+/* Up to 8 bytes of a plane as one word. */
+INLINE uint64_t word(const uint8_t *byte, int64_t bytes) {
+    uint64_t found = 0;
+    memcpy(&found, byte, (size_t)bytes);
+    return found;
 }
 
-/* `count` symbols of one kind of one row, which begin in plane `*plane`. See packing.py. */
-INLINE void unpack(const struct rows *rows, int64_t head, int64_t token, int64_t count, int64_t *plane,
+/* `count` symbols of one row, whose `planes` planes begin with number `p`. See packing.py. */
+INLINE void unpack(const struct rows *rows, int64_t head, int64_t token, int64_t count, int64_t p, int64_t planes,
                    int32_t *symbol) {
-    int64_t p = *plane, shift = 8;
-    const uint8_t *byte = rows->plane[p] + head * rows->head_bytes[p] + token * rows->token_bytes[p];
-    for (int64_t i = 0; i < count; i++) symbol[i] = byte[i];
-    for (p++; p < rows->planes && rows->bits[p] < 8; p++) {
-        byte = rows->plane[p] + head * rows->head_bytes[p] + token * rows->token_bytes[p];
-        if (rows->bits[p] == 4)
-            add_plane(byte, count, 4, shift, symbol);
-        else if (rows->bits[p] == 2)
-            add_plane(byte, count, 2, shift, symbol);
-        else
-            add_plane(byte, count, 1, shift, symbol);
-        shift += rows->bits[p];
+    memset(symbol, 0, (size_t)count * sizeof *symbol);
+    for (int64_t end = p + planes, shift = 0; p < end; shift += rows->bits[p++]) {
+        int64_t bits = rows->bits[p], mask = (1 << bits) - 1;
+        const uint8_t *byte = rows->plane[p] + head * rows->head_bytes[p] + token * rows->token_bytes[p];
+        for (int64_t i = 0; i < count; i++)
+            symbol[i] |= (int32_t)(((byte[(i * bits) >> 3] >> ((i * bits) & 7)) & mask) << shift);
     }
-    *plane = p;
 }
 
 #define JOIN_(a, b) a##_##b
@@ -87,18 +72,46 @@ typedef REAL NAME(vector) __attribute__((vector_size(32), aligned(sizeof(REAL)),
 #define VECTOR NAME(vector)
 #define LANES ((int64_t)(32 / sizeof(REAL)))
 
-/* `count` symbols of every kind, as the numbers they stand for. */
+/* The numbers of symbols of 8 bits in `low` and `bits` more in `high`, taken by the word. */
+INLINE void NAME(look_up_words)(const uint8_t *low, const uint8_t *high, int64_t bits, int64_t count,
+                                const REAL *table, int64_t numbers, REAL *buffer) {
+    for (int64_t first = 0; first < count; first += 8) {
+        uint64_t lower = word(low + first, 8), upper = bits ? word(high + first * bits / 8, bits) : 0;
+        for (int64_t i = 0; i < 8; i++) {
+            uint64_t symbol = (lower >> (8 * i)) & 255;
+            if (bits) symbol |= ((upper >> (bits * i)) & ((1u << bits) - 1)) << 8;
+            memcpy(buffer + numbers * (first + i), table + numbers * symbol, (size_t)numbers * sizeof(REAL));
+        }
+    }
+}
+
+/* `count` symbols of every kind, as the numbers they stand for. Those of 8 and 10 bits, which most have, go fast. */
 INLINE void NAME(look_up)(const struct rows *rows, int64_t head, int64_t token, int64_t count, REAL *buffer) {
-    int32_t symbol[MOST_WIDTH + 32];
-    int64_t plane = 0;
-    for (int64_t s = 0; s < rows->symbols; s++) {
+    for (int64_t s = 0, p = 0; s < rows->symbols; s++) {
         const REAL *table = rows->table[s];
-        unpack(rows, head, token, count, &plane, symbol);
-        if (rows->numbers[s] == 2)
-            for (int64_t i = 0; i < count; i++) memcpy(buffer + 2 * i, table + 2 * symbol[i], 2 * sizeof(REAL));
-        else
-            for (int64_t i = 0; i < count; i++) memcpy(buffer + 4 * i, table + 4 * symbol[i], 4 * sizeof(REAL));
-        buffer += count * rows->numbers[s];
+        int64_t numbers = rows->numbers[s], planes = 1;
+        while (p + planes < rows->planes && rows->bits[p + planes] < 8) planes++;
+        const uint8_t *low = rows->plane[p] + head * rows->head_bytes[p] + token * rows->token_bytes[p];
+        if (count % 8 == 0 && planes == 1) {
+            if (numbers == 2)
+                NAME(look_up_words)(low, low, 0, count, table, 2, buffer);
+            else
+                NAME(look_up_words)(low, low, 0, count, table, 4, buffer);
+        } else if (count % 8 == 0 && planes == 2 && rows->bits[p + 1] == 2) {
+            const uint8_t *high =
+                rows->plane[p + 1] + head * rows->head_bytes[p + 1] + token * rows->token_bytes[p + 1];
+            if (numbers == 2)
+                NAME(look_up_words)(low, high, 2, count, table, 2, buffer);
+            else
+                NAME(look_up_words)(low, high, 2, count, table, 4, buffer);
+        } else {
+            int32_t symbol[MOST_WIDTH];
+            unpack(rows, head, token, count, p, planes, symbol);
+            for (int64_t i = 0; i < count; i++)
+                memcpy(buffer + numbers * i, table + numbers * symbol[i], (size_t)numbers * sizeof(REAL));
+        }
+        buffer += count * numbers;
+        p += planes;
     }
 }
 
