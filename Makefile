@@ -3,7 +3,7 @@
 # make lint    ruff and mypy
 # make clean   remove the virtual environments and everything built
 #
-# Each virtual environment is made once, and again only when pyproject.toml or requirements-dev.txt change. The demo
+# Each virtual environment is made once, and again only when what decides about it (SOURCES) changes. The demo
 # installs what it needs, in the pinned versions; the tests add the rest. Pip would compile everything, file by file,
 # before the first line runs: the demo leaves that to the imports, the tests use all cores.
 
@@ -15,6 +15,7 @@ VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := .venv/.demo-ready
+SOURCES := pyproject.toml requirements-dev.txt setup.py hf_kvcache/attention/rows.c
 PIP := python -m pip --disable-pip-version-check install --no-compile
 
 .PHONY: demo test lint clean
@@ -32,12 +33,12 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(DEMO_READY): pyproject.toml requirements-dev.txt
+$(DEMO_READY): $(SOURCES)
 	$(PYTHON) -m venv .venv
 	.venv/bin/$(PIP) --constraint requirements-dev.txt --editable '.[eval]'
 	touch $@
 
-$(READY): pyproject.toml requirements-dev.txt
+$(READY): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TRANSFORMERS),s/^transformers==.*/transformers==$(TRANSFORMERS)/)' requirements-dev.txt > $(VENV)/requirements.txt
 	$(BIN)/$(PIP) -r $(VENV)/requirements.txt
