@@ -14,7 +14,11 @@ ROOT = Path(__file__).parent.parent
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXTRAS = {"hf_kvcache.evaluation.harness": "lm_eval"}
 """What a module imports that is neither the core nor the extra `eval`."""
-MODULES = [module.name for module in pkgutil.walk_packages(hf_kvcache.__path__, "hf_kvcache.")]
+COMPILED = {"hf_kvcache.attention._rows"}
+"""What lies among the modules, but is loaded by `ctypes`."""
+MODULES = [
+    module.name for module in pkgutil.walk_packages(hf_kvcache.__path__, "hf_kvcache.") if module.name not in COMPILED
+]
 
 
 def python_blocks(page: Path) -> str:
