@@ -209,6 +209,18 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+def settle(model: PreTrainedModel, seed: int = 0) -> None:
+    """Weights large enough that attention matters, and generation that goes on until it is told to stop."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                spread = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(1.5 * spread / parameter.shape[-1] ** 0.5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+
+
 @functools.cache
 def tiny_model(
     name: str, dtype: torch.dtype = torch.float64, attention: str | None = None, seed: int = 0
@@ -227,12 +239,5 @@ def tiny_model(
             attn_implementation=attention or architecture.attention[0],
             experts_implementation="eager",  # the grouped expert kernel has no float64
         ).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                spread = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(1.5 * spread / parameter.shape[-1] ** 0.5)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    settle(model, seed)
     return model

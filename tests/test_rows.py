@@ -109,6 +109,16 @@ def test_what_is_not_covered_is_left_to_torch(query, keys):
     assert products.requires_grad == query.requires_grad
 
 
+@pytest.mark.parametrize(("heads", "tokens", "fits"), [(2, 9, True), (3, 9, False), (1, 9, False), (2, 8, False)])
+def test_nothing_is_read_behind_the_end(heads, tokens, fits):
+    queries, values = torch.randn(2, 3, 64), torch.randn(2, 9, 64)
+    plain, scales = rows.Rows(0, 64, [values]), torch.zeros(heads, tokens, 1, dtype=torch.int8)
+    assert rows._is_readable(queries, plain, scales) is fits
+    two_planes = rows.Rows(0, 64, [values, torch.randn(heads, tokens, 64)])
+    assert rows._is_readable(queries, two_planes, None) is fits
+    assert rows._is_readable(torch.randn(heads, 3, 64), plain, None) is (heads == 2)
+
+
 @pytest.mark.parametrize(
     "spec", ["paged", "quantized:bits=4", "quantized:bits=3", "quantized:bits=2", "quantized:codec=lloyd,bits=4"]
 )

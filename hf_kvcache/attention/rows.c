@@ -196,7 +196,7 @@ INLINE void NAME(sum_rows)(const struct rows *rows, const REAL *weights, const i
     }
 }
 
-/* A width that the compiler knows is twice as fast. */
+/* For the usual widths the compiler knows how long its loops are. */
 FOR_EVERY_PROCESSOR
 static void NAME(score)(const struct rows *rows, const REAL *query, REAL *out, int64_t head, int64_t queries,
                         int64_t tokens, int64_t begin, int64_t end) {

@@ -1,9 +1,9 @@
 """Rows of numbers as they are stored, and their products with few queries, read in place by a few lines of C.
 
 A decoded token meets three or four queries with thousands of rows: nothing but reading. torch's products of that shape
-read at a third of the memory's speed, and rows in another form (16-bit numbers, packed symbols) have to be written out
-as numbers before they can be multiplied at all. `rows.c` reads each row once, in the form it has, and multiplies it
-while it lies in the processor's nearest cache.
+read at less than half of the memory's speed, and rows in another form (16-bit numbers, packed symbols) have to be
+written out as numbers before they can be multiplied at all. `rows.c` reads each row once, in the form it has, and
+multiplies it while it lies in the processor's nearest cache.
 
 It is compiled when the package is installed, where there is a C compiler, and runs on torch's own threads. Where it is
 missing, and for whatever it does not cover (another device, many queries, gradients), `matmul` does the same in torch.
@@ -79,8 +79,9 @@ def scores(
     query: Float[Tensor, "heads queries width"], keys: Tensor | Packed, scales: Logarithms | None = None
 ) -> Float[Tensor, "heads queries tokens"] | None:
     """Products of every query with every row times its scale; None where the C code does not cover that."""
-    rows, library = _covered(query, keys), _library()
-    if rows is None or library is None or query.shape[2] != rows.width:
+    library = _library()
+    rows = None if library is None else _covered(query, keys, scales)
+    if library is None or rows is None or query.shape[2] != rows.width:
         return None
     heads, queries, _ = query.shape
     tokens = rows.planes[0].shape[1]
@@ -102,10 +103,13 @@ def weighted_sum(
     weights: Float[Tensor, "heads queries tokens"], values: Tensor | Packed, scales: Logarithms | None = None
 ) -> Float[Tensor, "heads queries width"] | None:
     """Sums of the rows times their scales, by each query's weights; None where the C code does not cover that."""
-    rows, library = _covered(weights, values), _library()
-    if rows is None or library is None or weights.stride(2) != 1:
+    library = _library()
+    rows = None if library is None else _covered(weights, values, scales)
+    if library is None or rows is None or weights.stride(2) != 1:
         return None
     heads, queries, tokens = weights.shape
+    if tokens != rows.planes[0].shape[1]:
+        return None
     sums = weights.new_empty(heads, -(-tokens // _TASK_TOKENS), queries, rows.width)
     library.sums[weights.dtype](
         _arguments(rows, scales, weights.dtype),
@@ -125,8 +129,11 @@ def is_compiled() -> bool:
     return _library() is not None
 
 
-def _covered(numbers: Tensor, rows: Tensor | Packed) -> Rows | None:
-    """The rows, if the C code can multiply them with `numbers`, ``[heads, queries, ...]``."""
+def _covered(numbers: Tensor, rows: Tensor | Packed, scales: Tensor | None) -> Rows | None:
+    """The rows, if the C code can multiply them with `numbers`, ``[heads, queries, ...]``.
+
+    What does not fit is left to torch, which says so: the C code would read past the end.
+    """
     if numbers.device.type != "cpu" or numbers.dtype not in _NAMES or not 0 < numbers.shape[1] <= MOST_QUERIES:
         return None
     if not isinstance(rows, Tensor):
@@ -137,15 +144,23 @@ def _covered(numbers: Tensor, rows: Tensor | Packed) -> Rows | None:
         found = Rows(_BFLOAT16, rows.shape[2], [rows])
     else:
         return None
-    if found.width % _LANES or found.width > _MOST_WIDTH or not found.planes[0].shape[1]:
-        return None
-    if len(found.planes) > _MOST_PLANES or len(found.tables) > _MOST_SYMBOLS:
-        return None
-    for tensor in (numbers, *found.planes):
-        # Subclasses stand for tensors that are traced, or are nowhere.
-        if type(tensor) is not Tensor or (tensor.requires_grad and torch.is_grad_enabled()):
-            return None
-    return found if all(plane.stride(2) == 1 or plane.shape[2] == 1 for plane in found.planes) else None
+    return found if _is_readable(numbers, found, scales) else None
+
+
+def _is_readable(numbers: Tensor, rows: Rows, scales: Tensor | None) -> bool:
+    """Whether sizes, places and strides are such as the C code reads."""
+    if rows.width % _LANES or rows.width > _MOST_WIDTH or len(rows.planes) > _MOST_PLANES:
+        return False
+    if len(rows.tables) > _MOST_SYMBOLS or max(rows.bits, default=8) > 8:
+        return False
+    heads, tokens = numbers.shape[0], rows.planes[0].shape[1]
+    for tensor in (*rows.planes, *(() if scales is None else (scales,))):
+        if not tokens or tensor.shape[:2] != (heads, tokens) or (tensor.stride(2) != 1 and tensor.shape[2] != 1):
+            return False
+    # Subclasses stand for tensors that are traced, or are nowhere.
+    given = (numbers, *rows.planes)
+    needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    return not needs_gradients and all(type(tensor) is Tensor for tensor in given)
 
 
 # ``struct rows``, member by member.

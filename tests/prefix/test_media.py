@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from architectures import DECODER, LAYER_PATTERN, VOCABULARY, WINDOW, tiny_model
+from architectures import DECODER, LAYER_PATTERN, VOCABULARY, WINDOW, settle, tiny_model
 from strategies import CACHE_ARGUMENT
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -131,14 +131,7 @@ def model_of(name: str) -> PreTrainedModel:
         torch.manual_seed(0)
         model_class = getattr(transformers, f"{name}ForConditionalGeneration")
         model = model_class._from_config(config, dtype=torch.float64).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                spread = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(1.5 * spread / parameter.shape[-1] ** 0.5)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    settle(model)
     return model
 
 
