@@ -1,6 +1,7 @@
 """A text that grows piece by piece, read through a cache, or anew each time where there is none."""
 
 import copy
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int
@@ -44,12 +45,12 @@ class Reader:
         for piece in ids.split(sizes, dim=1):
             self.feed(piece)
 
-    def greedy(self, logits: Float[Tensor, "rows kept vocabulary"], tokens: int) -> Int[Tensor, "rows new"]:
-        """Continue by the most likely token, `tokens` times, from the logits of the last piece."""
-        new = [logits[:, -1].argmax(dim=-1)]
-        while len(new) < tokens:
-            new.append(self.feed(new[-1][:, None])[:, -1].argmax(dim=-1))
-        return torch.stack(new, dim=1)
+    def write(self, begun: Int[Tensor, "rows begun"]) -> Iterator[Int[Tensor, " rows"]]:
+        """Read `begun` and continue it by the most likely token, without end; each is read when the next is wanted."""
+        piece = begun
+        while True:
+            piece = self.feed(piece)[:, -1:].argmax(dim=-1)
+            yield piece[:, 0]
 
     def fork(self) -> "Reader | None":
         """A second reader that goes on from here; None if the cache cannot be copied (then read the text again)."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_kvcache.errors import InputError
-from hf_kvcache.evaluation import metrics, needles, tracing
+from hf_kvcache.evaluation import needles, tracing
+from hf_kvcache.evaluation.answering import SPARE_TOKENS, answer
 from hf_kvcache.evaluation.caches import Build, resolve_cache
 from hf_kvcache.evaluation.haystack import Make, Problem, fit
 from hf_kvcache.evaluation.journal import Journal
@@ -38,9 +39,6 @@ WITHOUT_DEPTH: dict[str, Make] = {
     "frequent words": tracing.frequent_words,
 }
 """Problems whose answer stands all over the text."""
-
-SPARE_TOKENS = 8
-"""Tokens generated beyond those of the answer."""
 
 
 @dataclass(frozen=True)
@@ -165,17 +163,6 @@ def _try(loaded: LoadedModel, build: Build, prompt: _Prompt, protocol: Protocol)
         reader.feed_in_chunks(prompt.context, protocol)
         return reader, reader.feed(prompt.question)
 
-    reader, logits = read()
-    other = reader.fork() or read()[0]
-    gold = prompt.gold.to(logits.device)
-    tokens = gold.shape[1]
-    if tokens > 1:
-        logits_of_gold = torch.cat([logits[:, -1:], other.feed(gold[:, :-1], keep=tokens - 1)], dim=1)
-    else:
-        logits_of_gold = logits[:, -1:]
-    nll = metrics.negative_log_likelihood(metrics.log_probabilities(logits_of_gold[0]), gold[0])
-    written = str(loaded.tokenizer.decode(reader.greedy(logits, tokens + SPARE_TOKENS)[0]))
-    recall = sum(of.lower() in written.lower() for of in prompt.answers) / len(prompt.answers)
+    found = answer(loaded, read, prompt.answers, prompt.gold)
     length = prompt.context.shape[1] + prompt.question.shape[1]
-    probability = float((-nll.mean()).exp())
-    return Trial(prompt.task, prompt.length_tokens, length, prompt.depth, prompt.sample, recall, probability, written)
+    return Trial(prompt.task, prompt.length_tokens, length, prompt.depth, prompt.sample, *found)

@@ -1,4 +1,5 @@
 import re
+from itertools import islice
 from random import Random
 
 import pytest
@@ -7,8 +8,10 @@ import toys
 
 from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation import Grid, Protocol, evaluate, report
+from hf_kvcache.evaluation.answering import answer
 from hf_kvcache.evaluation.haystack import fit, place
 from hf_kvcache.evaluation.heatmaps import heat
+from hf_kvcache.evaluation.protocols import forward
 from hf_kvcache.evaluation.reader import Reader
 from hf_kvcache.evaluation.retrieval import WITH_DEPTH, WITHOUT_DEPTH, measure_retrieval
 
@@ -70,9 +73,34 @@ def test_reading_in_pieces_is_reading():
         reader.feed_in_chunks(ids[:, :50], Protocol(60, 20, 7))
     logits = [reader.feed(ids[:, 50:], keep=10) for reader in readers]
     assert torch.allclose(*logits, atol=1e-4)
-    written = [(reader.fork().greedy(of, 5), reader.greedy(of, 5)) for reader, of in zip(readers, logits, strict=True)]
-    assert all(torch.equal(*both) for both in written)
-    assert torch.equal(written[0][0], written[1][0])
+    first = logits[0][:, -1:].argmax(dim=-1)
+    written = [list(islice(of.write(first), 5)) for reader in readers for of in (reader.fork(), reader)]
+    assert all(torch.equal(torch.stack(of), torch.stack(written[0])) for of in written)
+
+
+@pytest.mark.parametrize("build", [toys.uncopyable, toys.ToyCache])
+@pytest.mark.parametrize("right", [0, 3, 6])
+def test_an_answer_is_what_would_be_written_token_by_token(build, right, monkeypatch):
+    question = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(1))
+
+    def read():
+        reader = Reader(MODEL.model, build(config=MODEL.model.config))
+        return reader, reader.feed(question)
+
+    written = torch.cat(list(islice(Reader(MODEL.model, None).write(question), 14)))
+    gold = written[None, :6].clone()
+    gold[0, right:] += 1
+    answers = [MODEL.tokenizer.decode(gold[0])]
+    found = answer(MODEL, read, answers, gold % 256)
+    logits = forward(MODEL.model, torch.cat([question, gold[:, :-1] % 256], dim=1), None, keep=6)[0]
+    likely = logits.double().log_softmax(dim=-1).gather(1, gold[0, :, None] % 256).mean().exp()
+    assert found.text == MODEL.tokenizer.decode(written if right < 6 else written[:6])
+    assert found.recall == (right == 6)
+    assert found.probability == pytest.approx(float(likely), rel=1e-4)
+    end = int(written[4])
+    monkeypatch.setattr(MODEL.model.generation_config, "eos_token_id", [end])
+    found = answer(MODEL, read, answers, gold % 256)
+    assert found.text == MODEL.tokenizer.decode(written[: written.tolist().index(end)] if right < 6 else written[:6])
 
 
 def test_every_kind_of_problem_is_put_to_a_cache():
