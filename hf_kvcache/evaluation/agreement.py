@@ -66,16 +66,19 @@ def measure_generation(
     """
     ids = _prompts(loaded, documents, prompts)
     found: list[Agreement] = []
-    expected, margins = ids, torch.zeros(0)
+    expected, margins, nll = ids, torch.zeros(0), torch.zeros(0)
     with tqdm(total=len(specs) * prompts.new_tokens, unit=" steps", desc="generation", disable=not progress) as bar:
         for place, spec in enumerate(specs):
             build = resolve_cache(spec, prompts.total_tokens)
             reader = Reader(loaded.model, build(loaded.model.config))
             written, leads = _continue(reader, ids, prompts.new_tokens, bar.update)
             if place == 0:
-                expected, margins = written, leads
-            nll = _likelihood(loaded.model, ids, written)
-            found.append(_agreement(expected, written, margins, nll))
+                expected, margins, nll = written, leads, _likelihood(loaded.model, ids, written)
+            other = (written != expected).any(dim=1)
+            own = nll.clone()
+            if bool(other.any()):
+                own[other] = _likelihood(loaded.model, ids[other], written[other])
+            found.append(_agreement(expected, written, margins, own))
     return found
 
 

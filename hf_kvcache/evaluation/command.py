@@ -1,6 +1,6 @@
 """The command `hf-kvcache eval`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -19,9 +19,9 @@ from hf_kvcache.evaluation.processes import own_device, team
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.report import as_text, main_table, write_report
 from hf_kvcache.evaluation.results import ContradictionError, Results
-from hf_kvcache.evaluation.retrieval import Grid
+from hf_kvcache.evaluation.retrieval import Grid, default_grid
 from hf_kvcache.evaluation.run import evaluate
-from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, TASKS
+from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, TASKS, Task, parse_tasks
 from hf_kvcache.evaluation.verdicts import verdict_line
 
 Number = TypeVar("Number", int, float)
@@ -64,8 +64,17 @@ def evaluate_command(
         int | None,
         typer.Option(help="Perplexity: also of whole documents, by windows that move on by so many tokens."),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Retrieval: tokens of the prompts.")] = "512,1024",
-    depths: Annotated[str, typer.Option(help="Retrieval: places of the answer, 0 (start) to 1 (end).")] = "0,0.5,1",
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Retrieval: tokens of the prompts. [default: 512,1024; 1024 if all]", show_default=False),
+    ] = None,
+    depths: Annotated[
+        str | None,
+        typer.Option(
+            help="Retrieval: places of the answer, 0 (start) to 1 (end). [default: 0,0.5,1; 0.5 if all]",
+            show_default=False,
+        ),
+    ] = None,
     prompts: Annotated[int, typer.Option(help="Generation: prompts.")] = 8,
     new_tokens: Annotated[int, typer.Option(help="Generation: tokens written after each.")] = 128,
     contexts: Annotated[str, typer.Option(help="Cost: lengths of the history, in tokens.")] = "128,1024",
@@ -91,17 +100,17 @@ def evaluate_command(
     """
     console = Console()
     try:
-        protocol = Protocol(window, prefill, chunk)
+        protocol, tasks = Protocol(window, prefill, chunk), parse_tasks(task or DEFAULT_TASKS)
         loaded = load_model(model, getattr(torch, dtype.value), own_device(device))
         results = evaluate(
             loaded,
             load_text(dataset),
             cache or ["paged"],
-            tasks=task or DEFAULT_TASKS,
+            tasks=tasks,
             protocol=protocol,
             prompts=Prompts(prompts, new_tokens=new_tokens),
             contexts=_numbers(contexts, int),
-            grid=Grid(_numbers(lengths, int), _numbers(depths, float)),
+            grid=_grid(tasks, lengths, depths),
             max_tokens=max_tokens,
             stride_tokens=stride,
             seed=seed,
@@ -139,6 +148,15 @@ def _show(results: Results, console: Console) -> None:
         console.print(verdict_line(found, results.reference), highlight=False, markup=False)
     for failure in results.failures:
         console.print(f"[bold red]FAILED[/bold red] {failure}", highlight=False)
+
+
+def _grid(tasks: Sequence[Task], lengths: str | None, depths: str | None) -> Grid:
+    """The problems of these tasks; what is not said is as in `default_grid`."""
+    grid = default_grid(tasks)
+    return Grid(
+        grid.lengths_tokens if lengths is None else _numbers(lengths, int),
+        grid.depths if depths is None else _numbers(depths, float),
+    )
 
 
 def _numbers(text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:

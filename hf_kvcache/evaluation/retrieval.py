@@ -1,7 +1,7 @@
 """Can what stands somewhere in a long text still be found? Length by depth, read through the cache."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from hf_kvcache.evaluation.outcomes import Trial
 from hf_kvcache.evaluation.processes import Team
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.reader import Reader
+from hf_kvcache.evaluation.tasks import TASKS, Task
 
 WITH_DEPTH: dict[str, Make] = {
     "single needle": needles.single,
@@ -63,6 +64,11 @@ class Grid:
             raise InputError(f"retrieval needs lengths, depths and samples of at least 1, got {self}")
         if min(self.depths) < 0 or max(self.depths) > 1:
             raise InputError(f"depths lie between 0 (start) and 1 (end), got {list(self.depths)}")
+
+
+def default_grid(tasks: Collection[Task]) -> Grid:
+    """The problems where nothing else is said: one of each kind if all tasks are run, else the defaults of `Grid`."""
+    return Grid((1024,), (0.5,)) if set(tasks) == set(TASKS) else Grid()
 
 
 class _Prompt(NamedTuple):

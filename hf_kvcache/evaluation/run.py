@@ -26,7 +26,7 @@ from hf_kvcache.evaluation.proofs import Audit, Kind, Proof
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.reference import StoredReference
 from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Results
-from hf_kvcache.evaluation.retrieval import Grid, measure_retrieval
+from hf_kvcache.evaluation.retrieval import Grid, default_grid, measure_retrieval
 from hf_kvcache.evaluation.scoring import ScoredText, score_text
 from hf_kvcache.evaluation.strided import check_stride, strided_perplexity
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
@@ -67,7 +67,7 @@ def evaluate(
         caches: Specs, see `caches.py`.
         tasks: What to measure, see `tasks.py`.
         protocol: Window, prefill and chunk; the defaults of `Protocol` if None.
-        grid: Problems of the retrieval task; the defaults of `Grid` if None.
+        grid: Problems of the retrieval task; `default_grid` if None.
         prompts: Of the generation task; the defaults of `Prompts` if None.
         contexts: Lengths of the history at which the cost task times a token.
         max_tokens: Tokens to score at most.
@@ -87,7 +87,7 @@ def evaluate(
     """
     started = time.perf_counter()
     protocol, chosen = protocol or Protocol(), parse_tasks(tasks)
-    grid, prompts = grid or Grid(), prompts or Prompts()
+    grid, prompts = grid or default_grid(chosen), prompts or Prompts()
     needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) or stride_tokens else {}
     needed |= {"a retrieval prompt": max(grid.lengths_tokens)} if "retrieval" in chosen else {}
     needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}

@@ -7,13 +7,14 @@ import torch
 import toys
 
 from hf_kvcache.errors import InputError
-from hf_kvcache.evaluation import Grid, Protocol, evaluate, report
+from hf_kvcache.evaluation import Grid, Protocol, command, evaluate, report
 from hf_kvcache.evaluation.answering import answer
 from hf_kvcache.evaluation.haystack import fit, place
 from hf_kvcache.evaluation.heatmaps import heat
 from hf_kvcache.evaluation.protocols import forward
 from hf_kvcache.evaluation.reader import Reader
-from hf_kvcache.evaluation.retrieval import WITH_DEPTH, WITHOUT_DEPTH, measure_retrieval
+from hf_kvcache.evaluation.retrieval import WITH_DEPTH, WITHOUT_DEPTH, default_grid, measure_retrieval
+from hf_kvcache.evaluation.tasks import TASKS
 
 ALL = WITH_DEPTH | WITHOUT_DEPTH
 SIZES = Protocol(200, 100, 50)
@@ -149,6 +150,13 @@ def test_a_cache_that_cannot_be_copied_reads_again():
 def test_grids_that_make_no_sense(sizes, message):
     with pytest.raises(InputError, match=message):
         Grid(*sizes)
+
+
+def test_where_everything_is_measured_there_is_one_problem_of_each_kind():
+    assert default_grid(["retrieval"]) == default_grid(TASKS[1:]) == Grid()
+    assert default_grid(TASKS) == Grid((1024,), (0.5,))
+    assert command._grid(TASKS, "250", None) == Grid((250,), (0.5,))
+    assert command._grid(["retrieval"], None, "0,1") == Grid(depths=(0.0, 1.0))
 
 
 def test_texts_longer_than_the_model_are_refused():
