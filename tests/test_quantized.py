@@ -63,7 +63,7 @@ def test_attention_is_that_over_the_decoded_history(
     rows: int, queries: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
-        monkeypatch.setattr(streaming, "_MOST_SCORES", 0)
+        monkeypatch.setattr(streaming, "MOST_SCORES", 0)
         monkeypatch.setattr(streaming, "_MOST_QUERIES", 7)
         monkeypatch.setattr(plan_module, "_CHUNK_ELEMENTS", 2 * HEADS * WIDTH * BLOCK)
     target = layer()

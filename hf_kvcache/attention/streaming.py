@@ -14,9 +14,11 @@ from torch import Tensor
 
 from . import matmul
 
-# Queries taken at once, and scores kept at once (16 MiB of float32): what bounds the memory.
+# Queries taken at once: with the scores kept at once, what bounds the memory.
 _MOST_QUERIES = 512
-_MOST_SCORES = 1 << 22
+
+MOST_SCORES = 1 << 22
+"""Numbers kept at once: 16 MiB of float32."""
 
 
 @runtime_checkable
@@ -106,7 +108,7 @@ def attend_streaming(
         part = query[:, :, begin : begin + _MOST_QUERIES]
         allowed = mask if mask is None or mask.shape[-2] == 1 else mask[..., begin : begin + _MOST_QUERIES, :]
         grouped = _Grouped(part, heads[0])
-        if part.shape[:3].numel() * tokens <= _MOST_SCORES:
+        if part.shape[:3].numel() * tokens <= MOST_SCORES:
             output = _at_once(pieces, tokens, grouped, heads[1], allowed, scale)
         else:
             output = _in_one_pass(pieces, grouped, heads[1], allowed, scale)

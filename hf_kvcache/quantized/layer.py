@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..attention import attend_states, streaming
 from ..attention.streaming import attend_streaming
 from ..codecs import Codec
 from ..errors import ConfigError, InputError, StateError
@@ -95,10 +96,15 @@ class QuantizedLayer(BlockLayer):
         scale: float,
         first_token: int,
     ) -> Float[Tensor, "rows query_heads queries value_width"]:
-        """Attention of `query` over the whole history; see `hf_kvcache.attention.streaming`."""
+        """Attention of `query` over the whole history; see `hf_kvcache.attention.streaming`.
+
+        For many queries a history of a bounded size is decoded into a workspace instead, and torch's kernel reads it.
+        """
         table = self._quantized_table()
         if first_token or table.first_token:
             raise StateError(f"a quantized layer is read from its first token on, not from {first_token}")
+        if _decodes_at_once(table, query):
+            return attend_states(query, *table.materialize(0), mask, scale)
         keys, values = table.raw_pool.keys, table.raw_pool.values
         if mask is not None and mask.shape[-1] > 1:
             mask = table.in_reading_order(mask)
@@ -118,6 +124,19 @@ class QuantizedLayer(BlockLayer):
             keys = f"{table.codecs[0]!r} (as {keys} scores would be off by {table.off_by:.1f} nats)"
         exact = f"{self.sinks} sinks and {self.recent} recent tokens exact"
         return f"keys {keys}, values {values}, blocks of {self.block_size} tokens, {exact}"
+
+
+def _decodes_at_once(table: QuantizedTable, query: Tensor) -> bool:
+    """Whether the decoded history takes less memory than its scores would, and no more than scores may.
+
+    Not in 16 bits, to which decoded states would be rounded.
+    """
+    keys, values = table.raw_pool.keys, table.raw_pool.values
+    rows, query_heads, queries, _ = query.shape
+    per_token = keys.shape[0] * keys.shape[2] + values.shape[0] * values.shape[2]
+    if query.element_size() < 4 or per_token >= query_heads * queries:
+        return False
+    return rows * table.tokens * per_token <= streaming.MOST_SCORES
 
 
 def check_finite(keys: Tensor, values: Tensor, seen: int) -> None:
