@@ -241,7 +241,7 @@ class QuestCache(KVCache):
     Args:
         config: The model's config.
         budget: The share of the full blocks that a decoded token reads.
-        block_size: Tokens per block. Smaller blocks have closer bounds, and more of them.
+        block_size: Tokens per block. Smaller blocks are chosen better, and their bounds take more bytes.
 
     Raises:
         ConfigError: No share of the blocks.
@@ -258,5 +258,5 @@ class QuestCache(KVCache):
         True
     """
 
-    def __init__(self, config: PreTrainedConfig, budget: float = 0.2, block_size: int = 16) -> None:
+    def __init__(self, config: PreTrainedConfig, budget: float = 0.2, block_size: int = 4) -> None:
         super().__init__(config, block_size=block_size, retention=Quest(budget))

@@ -39,13 +39,15 @@ def read_by_hand(keys: Tensor, queries: Tensor, seen: Tensor, budget: float) -> 
     full = tokens // BLOCK
     shares = torch.zeros(full, dtype=torch.float64)
     for query in queries:
-        bounds = torch.full((full,), -math.inf, dtype=torch.float64)
+        scores = torch.full((full,), -math.inf, dtype=torch.float64)
         for block in range(full):
             inside = slice(block * BLOCK, (block + 1) * BLOCK)
             if seen[inside].any():
                 low, high = keys[inside].amin(0), keys[inside].amax(0)
-                bounds[block] = torch.maximum(query * low, query * high).sum() / math.sqrt(WIDTH)
-        shares += torch.softmax(bounds, 0)
+                bound = torch.maximum(query * low, query * high).sum()
+                middle = (query * (low + high) / 2).sum()
+                scores[block] = (middle + 0.35 * (bound - middle)) / math.sqrt(WIDTH)
+        shares += torch.softmax(scores, 0)
     best = sorted(range(full - 1), key=lambda block: shares[block].item(), reverse=True)
     chosen = sorted([*best[: math.ceil(budget * full) - 1], full - 1])
     read = [token for block in chosen for token in range(block * BLOCK, (block + 1) * BLOCK)]
@@ -55,7 +57,7 @@ def read_by_hand(keys: Tensor, queries: Tensor, seen: Tensor, budget: float) -> 
 @pytest.mark.parametrize("tokens", [40, 43])
 @pytest.mark.parametrize("budget", [0.05, 0.3, 0.8])
 @pytest.mark.parametrize("padding", [0, 9])
-def test_a_token_reads_the_blocks_with_the_largest_bounds(tokens: int, budget: float, padding: int) -> None:
+def test_a_token_reads_the_blocks_with_the_largest_scores(tokens: int, budget: float, padding: int) -> None:
     keys, values, queries = states(tokens, rows=2)
     layer = QuestLayer(budget, BLOCK)
     layer.update(keys[:, :, :-1], values[:, :, :-1])

@@ -15,14 +15,19 @@ from ..layer import BlockLayer
 from .band import visible
 from .quest_table import QuestTable
 
+# How far from the middle of a block's keys to the bound of their products its best key is taken to be. On SmolLM2-135M
+# 0.25 to 0.5 choose equally well among blocks of 4 tokens; the bound itself, 1, worse (docs/eviction.md).
+_TO_BOUND = 0.35
+
 
 class QuestLayer(BlockLayer):
     """Keys and values of one full-attention layer; all are held, few are read.
 
-    The product of a query with any key of a block is at most ``sum over channels of max(q * low, q * high)``, with the
-    least and largest number of each channel of the block's keys (Tang et al., "Quest", arXiv 2406.10774). Each key head
-    reads the blocks with the largest softmax of these bounds, the mean over its query heads, the newest full block and
-    the open one. Several tokens at once, a prompt or a draft, read everything.
+    With the least and largest number of each channel of a block's keys, their middle m and half their difference h, the
+    product of a query with any key of the block is at most ``sum over channels of q * m + |q| * h`` (Tang et al.,
+    "Quest", arXiv 2406.10774). A key that attained it would be extreme in all channels at once, so blocks are ranked by
+    ``q * m + 0.35 |q| * h``. Each key head reads the blocks with the largest softmax of these scores, the mean over its
+    query heads, the newest full block and the open one. Several tokens at once, a prompt or a draft, read everything.
 
     Args:
         budget: The share of the full blocks that a decoded token reads, above 0 and up to 1.0.
@@ -74,19 +79,20 @@ class QuestLayer(BlockLayer):
     ) -> Int[Tensor, "rows heads chosen"]:
         """Columns of the table that each head reads, in order."""
         table = self._quest_table()
-        low, high = read_states(table.bounds, 0)
         full = table.full_blocks
         query = query.to(matmul.product_dtype(query.dtype, query.device))
-        above = query.clamp_min(0.0)
-        bounds = above @ high.to(query.dtype).transpose(2, 3)
-        bounds = (bounds + (query - above) @ low.to(query.dtype).transpose(2, 3)).float().mul_(scale)
+        spread = query.abs() * _TO_BOUND
+        # The scores: q m + a |q| h = low (q - a |q|) / 2 + high (q + a |q|) / 2.
+        ends = zip((query - spread, query + spread), read_states(table.bounds, 0), strict=True)
+        low, high = (torch.stack(list(map(matmul.scores, end, bounds))) for end, bounds in ends)
+        scores = (low + high).float().mul_(scale / 2)
         if mask is not None:
             seen = visible(mask[..., : full * self.block_size]).unflatten(3, (full, -1)).any(-1)
             by_head = seen.unflatten(1, (query.shape[1], -1)) if seen.shape[1] > 1 else seen[:, None]
-            bounds.masked_fill_(~by_head[:, :, :, 0], -torch.inf)
-        shares = torch.softmax(bounds, dim=-1).nan_to_num_(nan=0.0).mean(2)
+            scores.masked_fill_(~by_head[:, :, :, 0], -torch.inf)
+        shares = torch.softmax(scores, dim=-1).nan_to_num_(nan=0.0).mean(2)
         shares[..., -1] = torch.inf
-        chosen = shares.topk(count, dim=-1).indices.sort(dim=-1).values
+        chosen = shares.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
         if table.tokens % self.block_size:
             chosen = torch.cat([chosen, chosen.new_full((*chosen.shape[:2], 1), full)], dim=2)
         return chosen
@@ -96,13 +102,15 @@ class QuestLayer(BlockLayer):
         table = self._quest_table()
         rows, heads, columns = chosen.shape
         blocks = table.block_numbers()[:, None].expand(-1, heads, -1).gather(2, chosen)
-        head = torch.arange(heads, device=chosen.device)[None, :, None]
         tokens = columns * self.block_size - -table.tokens % self.block_size
-        keys, values = (
-            arena.unflatten(1, (-1, self.block_size))[head, blocks].view(rows, heads, -1, arena.shape[2])[:, :, :tokens]
-            for arena in table.raw_pool.arenas
-        )
-        return keys, values
+        copies = []
+        for arena in table.raw_pool.arenas:
+            # Whole blocks as rows of one matrix: twice as fast as an index of heads and blocks.
+            paged = arena.view(-1, self.block_size * arena.shape[2])
+            first = torch.arange(0, paged.shape[0], paged.shape[0] // heads, device=chosen.device)[:, None]
+            copy = paged.index_select(0, (blocks + first).flatten())
+            copies.append(copy.view(rows, heads, -1, arena.shape[2])[:, :, :tokens])
+        return copies[0], copies[1]
 
     def _columns(self, mask: Tensor, chosen: Int[Tensor, "rows heads chosen"]) -> Tensor:
         """The columns of a mask ``[rows, query_heads, 1, tokens]`` of the tokens in these blocks."""

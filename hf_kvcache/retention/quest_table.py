@@ -77,8 +77,13 @@ class QuestTable:
         """The block of the pool that holds each block of the history, an open one included."""
         version, numbers = self._numbers
         if numbers is None or version != self.blocks.version:
-            table = [self.blocks.shared + row for row in self.blocks.private]
-            numbers = torch.tensor(table, device=self.blocks.pool.device)
+            device, stride = self.blocks.pool.device, self.blocks.uniform_stride()
+            if stride is None:
+                table = [self.blocks.shared + row for row in self.blocks.private]
+                numbers = torch.tensor(table, device=device)
+            else:
+                columns = torch.arange(-(-self.blocks.tokens // self.block_size), device=device)
+                numbers = stride[0] + stride[1] * torch.arange(self.rows, device=device)[:, None] + columns
             self._numbers = (self.blocks.version, numbers)
         return numbers
 
