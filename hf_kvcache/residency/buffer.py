@@ -29,6 +29,7 @@ class Buffer:
         self.owner: weakref.ref[LowerArenas] | None = None
         self.capacity_blocks = 0
         self.contents: Mapping[int, Record] = {}
+        self.unchecked: Mapping[int, Record] = {}
         self.version = -1
         self.near_version = -1
 
@@ -43,6 +44,11 @@ class Buffer:
                 self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.tensors = store.layout.arenas(self.memory, store.capacity_blocks)
         self.owner, self.capacity_blocks = weakref.ref(store), store.capacity_blocks
+
+    def is_current(self, store: LowerArenas) -> bool:
+        """Whether every block of this layer is in its place, as it is now, and has been looked at."""
+        up_to_date = self.version == store.version and self.near_version == store.near.version
+        return up_to_date and not self.unchecked and self.fits(store)
 
     def fits(self, store: LowerArenas) -> bool:
         """Whether the arenas are those of this layer, as it is now."""

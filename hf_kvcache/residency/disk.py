@@ -1,14 +1,12 @@
 """Disk as the lower tier: one scratch file for each layer, without a name, so that nothing is left behind.
 
-Each record has a checksum, which is looked at whenever it is read: a 64-bit sum of each page's words, the pages
-weighted with odd numbers so that exchanged pages show too. It is there against bytes lost on the way, not against
-an attacker.
+What is read goes to its place without a stop on the way: one call of the operating system scatters the parts of many
+records over the arenas. Each record has a checksum, which is looked at before anybody uses what was read.
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import tempfile
 import weakref
@@ -23,10 +21,14 @@ from torch import Tensor
 
 from ..blocks.columns import consecutive
 from ..errors import ConfigError, StorageError
-from .records import Record
+from .checksum import Checksum
+from .records import Record, RecordLayout
 from .tier import ReadError, Slots
 
-_PAGE_BYTES = 4096
+# Read by one call: while a piece is copied to its places, the operating system reads the next one from the disk.
+_READ_BYTES = 1 << 19
+# The fewest that an operating system takes in one call (IOV_MAX) where there is a limit.
+_BUFFERS_A_CALL = 1024
 
 
 class DiskTier:
@@ -54,11 +56,9 @@ class DiskTier:
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskTier:
         return self
 
-    def open(self, record_bytes: int, layer: int) -> DiskRegion:
+    def open(self, layout: RecordLayout, layer: int) -> DiskRegion:
         """A new scratch file."""
-        region = DiskRegion(
-            self, self._file(layer), record_bytes, f"the scratch file of layer {layer} in {self.folder}"
-        )
+        region = DiskRegion(self, self._file(layer), layout, f"the scratch file of layer {layer} in {self.folder}")
         self._regions.add(region)
         return region
 
@@ -83,16 +83,16 @@ class DiskRegion:
 
     place = "disk"
 
-    def __init__(self, tier: DiskTier, file: Any, record_bytes: int, name: str) -> None:
+    def __init__(self, tier: DiskTier, file: Any, layout: RecordLayout, name: str) -> None:
         self.tier = tier
         self.file = file
         weakref.finalize(self, file.close)
-        self.record_bytes = record_bytes
+        self.layout = layout
+        self.record_bytes = layout.record_bytes
         self.name = name
         self.slots = Slots()
-        pages = record_bytes // math.gcd(record_bytes, _PAGE_BYTES)
-        weights = np.random.default_rng(0).integers(0, 1 << 63, pages, dtype=np.uint64)
-        self._weights = weights | np.uint64(1)
+        self._checksum = Checksum(layout)
+        self._fill = np.empty(layout.fill_bytes, np.uint8)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskRegion:
         return self
@@ -105,11 +105,12 @@ class DiskRegion:
         tier = self.tier
         if tier.budget_bytes is not None and tier.held_bytes + rows.numel() > tier.budget_bytes:
             return None
-        array = rows.cpu().numpy()
+        rows = rows.cpu()
+        array = rows.numpy()
         slots = self.slots.take(len(array))
-        sums = self._checksums(array)
+        sums = self._checksum(self.layout.split(rows), range(len(array))).tolist()
         # From here on the slots are the records', which give them back if writing fails.
-        records = [Record(self, slot, int(checksum)) for slot, checksum in zip(slots, sums, strict=True)]
+        records = [Record(self, slot, checksum) for slot, checksum in zip(slots, sums, strict=True)]
         for first, slot, length in consecutive(slots):
             self._write(array[first : first + length].reshape(-1).data, slot * self.record_bytes)
         tier.written_bytes += array.nbytes
@@ -128,49 +129,69 @@ class DiskRegion:
                 ) from error
             view, offset = view[written:], offset + written
 
-    def load(self, records: Sequence[Record], rows: UInt8[Tensor, "records record_bytes"]) -> None:
+    def load(self, records: Sequence[Record], tensors: Sequence[Tensor], blocks: Sequence[int]) -> None:
         """See `Region.load`."""
-        # On its way to an accelerator it passes through pinned memory.
-        on_cpu = rows.device.type == "cpu"
-        landing = rows if on_cpu else torch.empty(rows.shape, dtype=torch.uint8, pin_memory=True)
-        array = landing.numpy()
+        device = tensors[0].device
+        if device.type == "cpu":
+            self._scatter(records, self.layout.parts(tensors), blocks)
+            return
+        # On its way to an accelerator it passes through pinned memory, where the processor can look at it.
+        rows = torch.empty(len(records), self.record_bytes, dtype=torch.uint8, pin_memory=True)
+        parts = self.layout.split(rows)
+        self._scatter(records, parts, range(len(records)))
+        self._compare(records, parts, range(len(records)))
+        self.layout.unpack(rows.to(device, non_blocking=True), tensors, blocks)
+
+    def check(self, records: Sequence[Record], tensors: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """See `Region.check`."""
+        if tensors[0].device.type == "cpu":
+            self._compare(records, self.layout.parts(tensors), blocks)
+
+    def _scatter(self, records: Sequence[Record], parts: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """Read records to their blocks in `parts`, ``[heads, any, lane_bytes]`` each."""
+        lanes = [lane for part in parts for lane in part.numpy()]
+        at_once = max(1, _READ_BYTES // self.record_bytes)
         for first, slot, length in consecutive([record.slot for record in records]):
-            self._read(array[first : first + length].reshape(-1).data, slot * self.record_bytes, first)
-        expected = np.fromiter((record.checksum for record in records), dtype=np.uint64, count=len(records))
-        wrong = np.flatnonzero(self._checksums(array) != expected)
-        if len(wrong):
-            index = int(wrong[0])
-            raise ReadError(
-                index,
-                f"{self.name} was altered: the {self.record_bytes} bytes at byte "
-                f"{records[index].slot * self.record_bytes} do not have their checksum",
-            )
-        self.tier.read_bytes += array.nbytes
-        if not on_cpu:
-            rows.copy_(landing, non_blocking=True)
+            for begin in range(first, first + length, at_once):
+                some = blocks[begin : min(begin + at_once, first + length)]
+                buffers = [part for block in some for part in (*(lane[block] for lane in lanes), self._fill)]
+                self._read(buffers, (slot + begin - first) * self.record_bytes, begin)
+        self.tier.read_bytes += len(records) * self.record_bytes
 
-    def _read(self, view: memoryview, offset: int, index: int) -> None:
-        """Fill `view`, the first of whose records is number `index`."""
-        done = 0
-        while done < len(view):
+    def _read(self, buffers: list[Any], offset: int, index: int) -> None:
+        """Fill buffers one after the other, the first of which belongs to record number `index`."""
+        begin = offset
+        while buffers := [buffer for buffer in buffers if len(buffer)]:
+            number = index + (offset - begin) // self.record_bytes
             try:
-                count = os.preadv(self.file.fileno(), [view[done:]], offset + done)
+                count = os.preadv(self.file.fileno(), buffers[:_BUFFERS_A_CALL], offset)
             except OSError as error:
-                raise ReadError(
-                    index + done // self.record_bytes,
-                    f"cannot read {self.name} at byte {offset + done}: {error.strerror}",
-                ) from error
+                raise ReadError(number, f"cannot read {self.name} at byte {offset}: {error.strerror}") from error
             if not count:
-                raise ReadError(
-                    index + done // self.record_bytes, f"{self.name} was cut short: it ends at byte {offset + done}"
-                )
-            done += count
+                raise ReadError(number, f"{self.name} was cut short: it ends at byte {offset}")
+            offset += count
+            buffers = _behind(buffers, count)
 
-    def _checksums(self, array: Any) -> Any:
-        """One for each row, ``[records]``."""
-        pages = array.view(np.uint64).reshape(len(array), len(self._weights), -1)
-        return (pages.sum(axis=2) * self._weights).sum(axis=1)
+    def _compare(self, records: Sequence[Record], parts: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """Look at the checksums of records."""
+        sums = self._checksum(parts, blocks).tolist()
+        for index, (record, checksum) in enumerate(zip(records, sums, strict=True)):
+            if checksum != record.checksum:
+                raise ReadError(
+                    index,
+                    f"{self.name} was altered: the {self.record_bytes} bytes at byte "
+                    f"{record.slot * self.record_bytes} do not have their checksum",
+                )
 
     def free(self, slot: int) -> None:
         """See `Region.free`."""
         self.slots.free(slot)
+
+
+def _behind(buffers: Sequence[Any], count: int) -> list[Any]:
+    """What is left of buffers when their first `count` bytes are filled."""
+    for number, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= len(buffer)
+    return []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..blocks.columns import consecutive
 from ..errors import StorageError
-from .records import Record
+from .records import Record, RecordLayout
 from .tier import Slots
 
 # Memory is taken in pieces of about this size: pinning is slow, and what is pinned cannot be moved.
@@ -35,9 +35,9 @@ class HostTier:
     def __deepcopy__(self, memo: dict[int, Any]) -> HostTier:
         return self
 
-    def open(self, record_bytes: int, layer: int) -> HostRegion:
+    def open(self, layout: RecordLayout, layer: int) -> HostRegion:
         """Room without a slab yet."""
-        region = HostRegion(self, record_bytes, layer)
+        region = HostRegion(self, layout, layer)
         self._regions.add(region)
         return region
 
@@ -52,12 +52,13 @@ class HostRegion:
 
     place = "host"
 
-    def __init__(self, tier: HostTier, record_bytes: int, layer: int) -> None:
+    def __init__(self, tier: HostTier, layout: RecordLayout, layer: int) -> None:
         self.tier = tier
-        self.record_bytes = record_bytes
+        self.layout = layout
+        self.record_bytes = layout.record_bytes
         self.layer = layer
         self.slots = Slots()
-        self.slab_records = max(1, _SLAB_BYTES // record_bytes)
+        self.slab_records = max(1, _SLAB_BYTES // self.record_bytes)
         self.slabs: list[Tensor] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostRegion:
@@ -87,11 +88,16 @@ class HostRegion:
         except (RuntimeError, MemoryError) as error:
             raise StorageError(f"no host memory is left for the history of layer {self.layer}: {error}") from error
 
-    def load(self, records: Sequence[Record], rows: UInt8[Tensor, "records record_bytes"]) -> None:
-        """See `Region.load`. On an accelerator the copies are queued on its current stream."""
+    def load(self, records: Sequence[Record], tensors: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """See `Region.load`. On an accelerator the copies, few and large, are queued on its current stream."""
+        rows = torch.empty(len(records), self.record_bytes, dtype=torch.uint8, device=tensors[0].device)
         for first, slab, begin, length in self._spans([record.slot for record in records]):
             rows[first : first + length].copy_(self.slabs[slab][begin : begin + length], non_blocking=True)
+        self.layout.unpack(rows, tensors, blocks)
         self.tier.read_bytes += rows.numel()
+
+    def check(self, records: Sequence[Record], tensors: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """Nothing: copies within memory are trusted."""
 
     def _spans(self, slots: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """(index of the first, slab, place in it, length) of runs of slots that do not cross slabs."""

@@ -103,8 +103,8 @@ class Placement:
         if not full:
             return False
         reader = self._readers.setdefault(pool.device, _reader(pool.device))
-        record_bytes = RecordLayout(pool.samples, pool.slots).record_bytes
-        regions = [tier.open(record_bytes, index) for tier in tiers]
+        layout = RecordLayout(pool.samples, pool.slots)
+        regions = [tier.open(layout, index) for tier in tiers]
         store = LowerArenas(pool.samples, pool.slots, regions, reader, index)
         store.take(pool.store, full, incomplete, pool.capacity_blocks)
         pool.store = store

@@ -6,18 +6,21 @@ and over and over, so after the last comes the first: its blocks arrive while th
 
 A buffer knows which record it holds for every block. Whatever was cropped, reordered or written since it was filled
 only means that some of its blocks are brought anew, and never that a wrong one is shown.
+
+What was brought is checked by whoever asks for it, when the thread has begun with the next layer: the thread has
+nothing to do but wait for bytes.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..errors import StorageError
@@ -27,9 +30,6 @@ from .tier import ReadError
 
 if TYPE_CHECKING:
     from .store import LowerArenas
-
-# Bytes that travel through one landing place in the processor's cache, where their checksums are taken.
-_LANDING_BYTES = 1 << 20
 
 
 class Reader:
@@ -80,7 +80,7 @@ class Reader:
             StorageError: A block cannot be read, or is not what was written; nothing is handed out.
         """
         buffer = self.current
-        if buffer.version == store.version and buffer.near_version == store.near.version and buffer.fits(store):
+        if buffer.is_current(store):
             return buffer.tensors
         if not buffer.fits(store):
             self._wait()
@@ -91,10 +91,11 @@ class Reader:
         if buffer.version != store.version:
             self._complete(buffer, store)
         self._before_use()
+        self._read_ahead(store)
+        self._check(buffer, store)
         if buffer.near_version != store.near.version:
             store.near.lay_into(buffer.tensors)
             buffer.near_version = store.near.version
-        self._read_ahead(store)
         return buffer.tensors
 
     def _complete(self, buffer: Buffer, store: LowerArenas) -> None:
@@ -107,7 +108,24 @@ class Reader:
         except BaseException:
             buffer.clear()
             raise
+        fresh = {**buffer.unchecked, **missing}
+        buffer.unchecked = {block: record for block, record in fresh.items() if wanted.get(block) is record}
         buffer.contents, buffer.version, buffer.near_version = wanted, store.version, -1
+
+    def _check(self, buffer: Buffer, store: LowerArenas) -> None:
+        """Look at what has been brought, while the thread brings the next layer."""
+        try:
+            self._compare(buffer, store)
+        except StorageError:
+            # It may have been lost on the way only: once more.
+            buffer.contents = {}
+            self._complete(buffer, store)
+            self._before_use()
+            try:
+                self._compare(buffer, store)
+            except StorageError:
+                buffer.clear()
+                raise
 
     def _read_ahead(self, store: LowerArenas) -> None:
         """Begin to fill the other buffer with the layer that is going to be asked for next."""
@@ -132,7 +150,7 @@ class Reader:
             self._fetch(buffer, store, wanted)
         except StorageError:
             return  # whoever asks for the layer reads it again, and is told if that fails too
-        buffer.contents, buffer.version = wanted, version
+        buffer.contents, buffer.unchecked, buffer.version = wanted, wanted, version
 
     def _wait(self) -> None:
         if self._arriving is not None:
@@ -141,31 +159,39 @@ class Reader:
 
     def _fetch(self, buffer: Buffer, store: LowerArenas, wanted: Mapping[int, Record]) -> None:
         """Bring some blocks into a buffer, in the order in which they lie below."""
-        plan = sorted(wanted.items(), key=lambda item: (id(item[1].region), item[1].slot))
-        if not plan:
-            return
-        landing = self._landing(store.layout.record_bytes, len(plan), buffer)
-        for _, group in groupby(plan, key=lambda item: id(item[1].region)):
-            items = list(group)
-            for begin in range(0, len(items), len(landing)):
-                some = items[begin : begin + len(landing)]
-                blocks, records = [block for block, _ in some], [record for _, record in some]
-                try:
-                    records[0].region.load(records, landing[: len(some)])
-                except ReadError as fault:
-                    raise StorageError(f"layer {store.layer}, block {blocks[fault.index]}: {fault}") from fault
-                store.layout.unpack(landing[: len(some)], buffer.tensors, blocks)
+        for records, blocks in _by_region(wanted):
+            with _naming(store, blocks):
+                records[0].region.load(records, buffer.tensors, blocks)
 
-    def _landing(self, record_bytes: int, records: int, buffer: Buffer) -> Tensor:
-        """A place ``[records, record_bytes]`` where records arrive; fewer than asked for if they come in turns."""
-        count = max(1, min(records, _LANDING_BYTES // record_bytes))
-        return torch.empty(count, record_bytes, dtype=torch.uint8, device=buffer.memory.device)
+    def _compare(self, buffer: Buffer, store: LowerArenas) -> None:
+        """Raise StorageError if a block has come that is not what was written."""
+        for records, blocks in _by_region(buffer.unchecked):
+            with _naming(store, blocks):
+                records[0].region.check(records, buffer.tensors, blocks)
+        buffer.unchecked = {}
 
     def _before_filling(self) -> None:
         """What is fetched from now on must not overtake what the device has been asked to do so far."""
 
     def _before_use(self) -> None:
         """What the device is asked to do from now on must not overtake what has been fetched so far."""
+
+
+def _by_region(wanted: Mapping[int, Record]) -> Iterator[tuple[list[Record], list[int]]]:
+    """Records and their blocks, in the order in which they lie below."""
+    plan = sorted(wanted.items(), key=lambda item: (id(item[1].region), item[1].slot))
+    for _, group in groupby(plan, key=lambda item: id(item[1].region)):
+        items = list(group)
+        yield [record for _, record in items], [block for block, _ in items]
+
+
+@contextmanager
+def _naming(store: LowerArenas, blocks: Sequence[int]) -> Iterator[None]:
+    """What goes wrong with one of some records is told with its layer and block."""
+    try:
+        yield
+    except ReadError as fault:
+        raise StorageError(f"layer {store.layer}, block {blocks[fault.index]}: {fault}") from fault
 
 
 def _one_thread() -> ThreadPoolExecutor:

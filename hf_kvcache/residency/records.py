@@ -14,7 +14,7 @@ from ..blocks.columns import consecutive
 if TYPE_CHECKING:
     from .tier import Region
 
-# A record is a whole number of disk sectors, and its checksum is taken over words.
+# A record is a whole number of disk sectors.
 _SECTOR_BYTES = 512
 
 
@@ -55,6 +55,8 @@ class RecordLayout:
         """Bytes of a block in each arena."""
         self.record_bytes = -(-sum(self.part_bytes) // _SECTOR_BYTES) * _SECTOR_BYTES
         """Bytes of a record, with what fills its last sector."""
+        self.fill_bytes = self.record_bytes - sum(self.part_bytes)
+        """Bytes at the end of a record that are nobody's."""
 
     def pack(self, parts: Sequence[Tensor]) -> UInt8[Tensor, "blocks record_bytes"]:
         """Records of blocks whose parts are ``[heads, blocks, slots, width]``."""
@@ -63,8 +65,7 @@ class RecordLayout:
             part.to(sample.dtype).transpose(0, 1).contiguous().view(torch.uint8).reshape(blocks, -1)
             for sample, part in zip(self.samples, parts, strict=True)
         ]
-        fill = self.record_bytes - sum(self.part_bytes)
-        return torch.cat([*rows, torch.zeros(blocks, fill, dtype=torch.uint8, device=device)], dim=1)
+        return torch.cat([*rows, torch.zeros(blocks, self.fill_bytes, dtype=torch.uint8, device=device)], dim=1)
 
     def arenas(self, memory: UInt8[Tensor, " bytes"], capacity_blocks: int) -> list[Tensor]:
         """Arenas ``[heads, capacity_blocks * slots, width]`` in `memory`, each at a whole sector."""
@@ -80,20 +81,25 @@ class RecordLayout:
         """Bytes of memory that `arenas` needs."""
         return sum(-(-capacity_blocks * part // _SECTOR_BYTES) * _SECTOR_BYTES for part in self.part_bytes)
 
+    def parts(self, tensors: Sequence[Tensor]) -> list[UInt8[Tensor, "heads blocks lane_bytes"]]:
+        """Arenas as bytes: one row for each head of each block. Views."""
+        return [
+            tensor.view(torch.uint8).view(tensor.shape[0], -1, lane)
+            for tensor, lane in zip(tensors, self.lane_bytes, strict=True)
+        ]
+
+    def split(self, rows: UInt8[Tensor, "blocks record_bytes"]) -> list[UInt8[Tensor, "heads blocks lane_bytes"]]:
+        """Records as `parts` has arenas. Views."""
+        parts, begin = [], 0
+        for sample, lane, part in zip(self.samples, self.lane_bytes, self.part_bytes, strict=True):
+            parts.append(rows[:, begin : begin + part].unflatten(1, (sample.shape[0], lane)).transpose(0, 1))
+            begin += part
+        return parts
+
     def unpack(
         self, rows: UInt8[Tensor, "blocks record_bytes"], tensors: Sequence[Tensor], blocks: Sequence[int]
     ) -> None:
         """Write the parts of records to their blocks in arenas on the same device."""
-        begin = 0
-        for tensor, lane, part in zip(tensors, self.lane_bytes, self.part_bytes, strict=True):
-            heads = tensor.shape[0]
-            target = tensor.view(torch.uint8).view(heads, -1, lane)
-            source = rows[:, begin : begin + part].unflatten(1, (heads, lane)).transpose(0, 1)
-            begin += part
-            # Memory of the CPU is copied without torch's threads, which the model's own operations use meanwhile.
-            if rows.device.type == "cpu":
-                to, come = target.numpy(), source.numpy()
-            else:
-                to, come = target, source  # type: ignore[assignment]
+        for to, come in zip(self.parts(tensors), self.split(rows), strict=True):
             for first, block, length in consecutive(blocks):
                 to[:, block : block + length] = come[:, first : first + length]

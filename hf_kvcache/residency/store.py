@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from ..blocks import Arenas
@@ -206,14 +205,13 @@ class LowerArenas(Arenas):
             return self.near.places[block]
         if block not in self.records:
             return self.near.take(block)
-        record = self.records[block]
-        rows = torch.empty(1, self.layout.record_bytes, dtype=torch.uint8, device=self.samples[0].device)
+        record, place = self.records[block], self.near.take(block)
         try:
-            record.region.load([record], rows)
+            record.region.load([record], self.near.arenas.tensors, [place])
+            record.region.check([record], self.near.arenas.tensors, [place])
         except ReadError as fault:
+            self.near.forget(block)
             raise StorageError(f"layer {self.layer}, block {block}: {fault}") from fault
-        place = self.near.take(block)
-        self.layout.unpack(rows, self.near.arenas.tensors, [place])
         del self.records[block]
         return place
 

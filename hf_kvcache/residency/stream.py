@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .buffer import Buffer
 from .reader import Reader
@@ -42,10 +41,6 @@ class StreamReader(Reader):
         if buffer.memory.device.type != "cpu":
             # Given back while copies are under way, the memory must not serve anybody else before they are done.
             buffer.memory.record_stream(self.side)
-
-    def _landing(self, record_bytes: int, records: int, buffer: Buffer) -> Tensor:
-        """All records at once: few large copies. Made on the side stream, its memory is used again in order."""
-        return torch.empty(records, record_bytes, dtype=torch.uint8, device=buffer.memory.device)
 
     def _before_filling(self) -> None:
         self.side.wait_stream(self.streams.current_stream(self.device))

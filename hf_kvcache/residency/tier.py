@@ -9,7 +9,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import StorageError
-from .records import Record
+from .records import Record, RecordLayout
 
 
 @runtime_checkable
@@ -26,11 +26,18 @@ class Region(Protocol):
             StorageError: They cannot be written.
         """
 
-    def load(self, records: Sequence[Record], rows: UInt8[Tensor, "records record_bytes"]) -> None:
-        """Copy records of this region to `rows`.
+    def load(self, records: Sequence[Record], tensors: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """Copy records of this region to blocks of arenas of its layout.
 
         Raises:
             ReadError: One cannot be read, or is not what was written.
+        """
+
+    def check(self, records: Sequence[Record], tensors: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """Look whether `load` brought what was written, if it could not look itself; before anybody uses the blocks.
+
+        Raises:
+            ReadError: A block is not what was written.
         """
 
     def free(self, slot: int) -> None:
@@ -46,7 +53,7 @@ class Tier(Protocol):
     read_bytes: int
     """Bytes read from it so far."""
 
-    def open(self, record_bytes: int, layer: int) -> Region:
+    def open(self, layout: RecordLayout, layer: int) -> Region:
         """Room for records of one layer.
 
         Raises:

@@ -148,6 +148,25 @@ def test_read_error_of_the_thread_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert failed
 
 
+@pytest.mark.parametrize("call", [0, 3, 10])
+def test_a_bit_lost_on_the_way(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came wrong, while the file is right, is read again, and nobody sees it."""
+    model, cache = filled(tmp_path)
+    calls = itertools.count()
+    lost = []
+
+    def loses(file: int, buffers: list[Any], offset: int) -> int:
+        count = PREADV(file, buffers, offset)
+        if next(calls) == call:
+            lost.append(offset)
+            buffers[0][5] ^= 64
+        return count
+
+    monkeypatch.setattr(os, "preadv", loses)
+    check_goes_on(model, cache)
+    assert lost
+
+
 def test_no_memory_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are read when they are asked for, and nothing of what waited for the thread runs once there is one."""
     model, cache = filled(tmp_path)
@@ -218,15 +237,22 @@ def test_blocks_exchanged(tmp_path: Path) -> None:
         cache.layers[2].values.sum()
 
 
-def test_pages_exchanged_within_a_block(tmp_path: Path) -> None:
-    """The same words in another order."""
+@pytest.mark.parametrize("slots", [64, 512])
+def test_pages_exchanged_within_a_block(slots: int, tmp_path: Path) -> None:
+    """The same words in another order: whole parts of a block, or pages of one."""
     tier = placement.Residency("1MiB", f"disk:{tmp_path}").tiers[0]
-    only = tier.open(8192, 0)
-    rows = torch.randint(0, 256, (1, 8192), dtype=torch.uint8)
+    layout = placement.RecordLayout([torch.empty(2, 0, 16)], [slots])
+    only = tier.open(layout, 0)
+    rows = torch.randint(0, 256, (1, layout.record_bytes), dtype=torch.uint8)
     records = only.write(rows)
+    arenas = layout.arenas(torch.empty(layout.arena_bytes(1), dtype=torch.uint8), 1)
+    only.load(records, arenas, [0])
+    only.check(records, arenas, [0])
+    assert torch.equal(arenas[0].view(torch.uint8).flatten(), rows[0])
     os.pwrite(only.file.fileno(), bytes(rows[0].roll(4096).numpy()), 0)
+    only.load(records, arenas, [0])
     with pytest.raises(StorageError, match="altered"):
-        only.load(records, torch.empty_like(rows))
+        only.check(records, arenas, [0])
 
 
 def test_two_caches_in_one_folder(tmp_path: Path) -> None:
@@ -311,8 +337,9 @@ def test_pinned_memory_and_a_side_stream(mode: str, monkeypatch: pytest.MonkeyPa
     cache.check_integrity()
     assert streams.notes[:3] == ["side waits", "copies", "model waits"]
     assert streams.notes.count("side waits") == streams.notes.count("copies")
-    for before, note in zip(streams.notes, streams.notes[1:], strict=False):
-        assert note != "copies" or before in ("side waits", "model waits")
+    # The thread copies at a time of its own: what holds is that no copy is ahead of its wait.
+    ahead = itertools.accumulate({"side waits": 1, "copies": -1}.get(note, 0) for note in streams.notes)
+    assert min(ahead) == 0
 
 
 def test_states_of_every_width_are_stored(tmp_path: Path) -> None:
@@ -327,11 +354,9 @@ def test_states_of_every_width_are_stored(tmp_path: Path) -> None:
         ]
         layout = placement.RecordLayout(samples, [5, 2])
         rows = layout.pack(parts)
-        records = tier.open(layout.record_bytes, 0).write(rows)
+        records = tier.open(layout, 0).write(rows)
         arenas = layout.arenas(torch.empty(layout.arena_bytes(9), dtype=torch.uint8), 9)
-        back = torch.empty_like(rows)
-        records[0].region.load(records, back)
         blocks = [4, 5, 6, 0, 8, 2]
-        layout.unpack(back, arenas, blocks)
+        records[0].region.load(records, arenas, blocks)
         for arena, slots, part in zip(arenas, (5, 2), parts, strict=True):
             assert torch.equal(arena.unflatten(1, (-1, slots))[:, blocks], part)
