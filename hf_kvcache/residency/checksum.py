@@ -35,10 +35,8 @@ class Checksum:
             numbers = torch.randint(0, 1 << 62, (sample.shape[0], 1, pages), generator=generator, dtype=torch.int64)
             self._weights.append(2 * numbers + 1)
 
-    def __call__(
-        self, parts: Sequence[UInt8[Tensor, "heads any lane_bytes"]], blocks: Sequence[int]
-    ) -> Int64[Tensor, " blocks"]:
-        """One for each of some blocks."""
+    def __call__(self, parts: Sequence[UInt8[Tensor, "_ any _"]], blocks: Sequence[int]) -> Int64[Tensor, " blocks"]:
+        """One for each of some blocks, whose parts are `RecordLayout.parts`."""
         sums = torch.zeros(len(blocks), dtype=torch.int64)
         for first, block, length in consecutive(blocks):
             for part, weights in zip(parts, self._weights, strict=True):

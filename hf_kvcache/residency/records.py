@@ -81,14 +81,14 @@ class RecordLayout:
         """Bytes of memory that `arenas` needs."""
         return sum(-(-capacity_blocks * part // _SECTOR_BYTES) * _SECTOR_BYTES for part in self.part_bytes)
 
-    def parts(self, tensors: Sequence[Tensor]) -> list[UInt8[Tensor, "heads blocks lane_bytes"]]:
-        """Arenas as bytes: one row for each head of each block. Views."""
+    def parts(self, tensors: Sequence[Tensor]) -> list[UInt8[Tensor, "_ blocks _"]]:
+        """Arenas as bytes ``[heads, blocks, lane_bytes]``: one row for each head of each block. Views."""
         return [
             tensor.view(torch.uint8).view(tensor.shape[0], -1, lane)
             for tensor, lane in zip(tensors, self.lane_bytes, strict=True)
         ]
 
-    def split(self, rows: UInt8[Tensor, "blocks record_bytes"]) -> list[UInt8[Tensor, "heads blocks lane_bytes"]]:
+    def split(self, rows: UInt8[Tensor, "blocks record_bytes"]) -> list[UInt8[Tensor, "_ blocks _"]]:
         """Records as `parts` has arenas. Views."""
         parts, begin = [], 0
         for sample, lane, part in zip(self.samples, self.lane_bytes, self.part_bytes, strict=True):
