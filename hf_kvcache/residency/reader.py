@@ -160,13 +160,13 @@ class Reader:
     def _fetch(self, buffer: Buffer, store: LowerArenas, wanted: Mapping[int, Record]) -> None:
         """Bring some blocks into a buffer, in the order in which they lie below."""
         for records, blocks in _by_region(wanted):
-            with _naming(store, blocks):
+            with naming(store, blocks):
                 records[0].region.load(records, buffer.tensors, blocks)
 
     def _compare(self, buffer: Buffer, store: LowerArenas) -> None:
         """Raise StorageError if a block has come that is not what was written."""
         for records, blocks in _by_region(buffer.unchecked):
-            with _naming(store, blocks):
+            with naming(store, blocks):
                 records[0].region.check(records, buffer.tensors, blocks)
         buffer.unchecked = {}
 
@@ -186,7 +186,7 @@ def _by_region(wanted: Mapping[int, Record]) -> Iterator[tuple[list[Record], lis
 
 
 @contextmanager
-def _naming(store: LowerArenas, blocks: Sequence[int]) -> Iterator[None]:
+def naming(store: LowerArenas, blocks: Sequence[int]) -> Iterator[None]:
     """What goes wrong with one of some records is told with its layer and block."""
     try:
         yield

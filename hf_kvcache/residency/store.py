@@ -15,9 +15,9 @@ from torch import Tensor
 from ..blocks import Arenas
 from ..errors import StateError, StorageError
 from .near import NearBlocks, block_parts
-from .reader import Reader
+from .reader import Reader, naming
 from .records import Record, RecordLayout
-from .tier import ReadError, Region
+from .tier import Region
 
 # Bytes written down at once, which bounds the memory that takes.
 _CHUNK_BYTES = 1 << 20
@@ -207,11 +207,13 @@ class LowerArenas(Arenas):
             return self.near.take(block)
         record, place = self.records[block], self.near.take(block)
         try:
-            record.region.load([record], self.near.arenas.tensors, [place])
-            record.region.check([record], self.near.arenas.tensors, [place])
-        except ReadError as fault:
+            with naming(self, [block]):
+                record.region.load([record], self.near.arenas.tensors, [place])
+                record.region.check([record], self.near.arenas.tensors, [place])
+        except BaseException:
+            # Whatever went wrong, what lies there is not the block.
             self.near.forget(block)
-            raise StorageError(f"layer {self.layer}, block {block}: {fault}") from fault
+            raise
         del self.records[block]
         return place
 

@@ -167,6 +167,30 @@ def test_a_bit_lost_on_the_way(call: int, tmp_path: Path, monkeypatch: pytest.Mo
     assert lost
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError(), KeyboardInterrupt()])
+def test_a_block_that_could_not_be_opened(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays below, whatever stopped its way up, and is the same when it comes."""
+    _, cache = filled(tmp_path)
+    store = cache.layers[1].table.pool.store
+    block = min(store.records)
+    slots = slice(block * store.slots[0], (block + 1) * store.slots[0])
+    expected = [tensor[:, slots].clone() for tensor in store.tensors]
+
+    def fails(*_: Any) -> int:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        with pytest.raises(StorageError if isinstance(error, OSError) else type(error)):
+            store.open_slot(block)
+    cache.check_integrity()
+    place = store.open_slot(block)
+    for near, tensor in zip(store.near.arenas.tensors, expected, strict=True):
+        assert torch.equal(near[:, place : place + store.slots[0]], tensor)
+
+
 def test_no_memory_for_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are read when they are asked for, and nothing of what waited for the thread runs once there is one."""
     model, cache = filled(tmp_path)
@@ -358,5 +382,6 @@ def test_states_of_every_width_are_stored(tmp_path: Path) -> None:
         arenas = layout.arenas(torch.empty(layout.arena_bytes(9), dtype=torch.uint8), 9)
         blocks = [4, 5, 6, 0, 8, 2]
         records[0].region.load(records, arenas, blocks)
+        records[0].region.check(records, arenas, blocks)
         for arena, slots, part in zip(arenas, (5, 2), parts, strict=True):
             assert torch.equal(arena.unflatten(1, (-1, slots))[:, blocks], part)
