@@ -1,14 +1,16 @@
 """Give a cache a long history without minutes of prefill: random states of the right shape, straight to `update`.
 
 The time of a step depends on how much is stored and how, not on the values, so states drawn at random serve as
-well as true ones. This works where every layer's history is keys and values that the model hands to `update` once
-(see `observe_states`). Where a layer keeps anything else, the history comes from a prefill in chunks.
+well as true ones. One query then reads each layer, as the last token of a prompt does: caches that drop tokens do so
+once they have seen a query. This works where every layer's history is keys and values that the model hands to `update`
+once (see `observe_states`). Where a layer keeps anything else, the history comes from a prefill in chunks.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -89,10 +91,20 @@ def fill(model: PreTrainedModel, cache: Cache, states: States, tokens: int, rows
             forward(model, ids[:, start : start + CHUNK_TOKENS], cache, keep=1)
         return
     for index, layer in enumerate(states.layers):
-        keys = torch.randn(1, layer.key_heads, tokens, layer.key_width, generator=generator)
-        values = torch.randn(1, layer.value_heads, tokens, layer.value_width, generator=generator)
-        cache.update(
-            keys.to(model.device, layer.dtype).repeat(rows, 1, 1, 1),
-            values.to(model.device, layer.dtype).repeat(rows, 1, 1, 1),
-            index,
+        keys, values, query = (
+            torch.randn(1, *shape, generator=generator).to(model.device, layer.dtype).repeat(rows, 1, 1, 1)
+            for shape in (
+                (layer.key_heads, tokens, layer.key_width),
+                (layer.value_heads, tokens, layer.value_width),
+                (_query_heads(model, layer), 1, layer.key_width),
+            )
         )
+        history = cache.update(keys, values, index)
+        if layer.key_heads == layer.value_heads:
+            scaled_dot_product_attention(query, *history, enable_gqa=True)
+
+
+def _query_heads(model: PreTrainedModel, layer: LayerStates) -> int:
+    """Those of the model, where they share the heads of the keys evenly."""
+    heads = int(getattr(model.config.get_text_config(decoder=True), "num_attention_heads", layer.key_heads))
+    return heads if heads % layer.key_heads == 0 else layer.key_heads

@@ -1,8 +1,9 @@
 """Do caches write the same text? Greedy continuations of several prompts, against the reference's."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -18,8 +19,16 @@ from hf_kvcache.evaluation.outcomes import Agreement, Output
 from hf_kvcache.evaluation.protocols import Protocol, forward
 from hf_kvcache.evaluation.reader import Reader
 from hf_kvcache.evaluation.windows import windows
+from hf_kvcache.evaluation.workers import Workers
 
 NGRAM_TOKENS = 4
+
+
+class _Continuation(NamedTuple):
+    """What was written after all prompts, and the leads of the most likely tokens' logits over the second best."""
+
+    tokens: Int[Tensor, "rows new"]
+    leads: Float[Tensor, "rows new"]
 
 
 @dataclass(frozen=True)
@@ -65,21 +74,29 @@ def measure_generation(
         InputError: The text is too short.
     """
     ids = _prompts(loaded, documents, prompts)
-    found: list[Agreement] = []
-    expected, margins, nll = ids, torch.zeros(0), torch.zeros(0)
-    with tqdm(total=len(specs) * prompts.new_tokens, unit=" steps", desc="generation", disable=not progress) as bar:
-        for place, spec in enumerate(specs):
-            build = resolve_cache(spec, prompts.total_tokens)
-            reader = Reader(loaded.model, build(loaded.model.config))
-            written, leads = _continue(reader, ids, prompts.new_tokens, bar.update)
-            if place == 0:
-                expected, margins, nll = written, leads, _likelihood(loaded.model, ids, written)
-            other = (written != expected).any(dim=1)
-            own = nll.clone()
-            if bool(other.any()):
-                own[other] = _likelihood(loaded.model, ids[other], written[other])
-            found.append(_agreement(expected, written, margins, own))
-    return found
+    caches = [resolve_cache(spec, prompts.total_tokens)(loaded.model.config) for spec in specs]
+    with Workers(loaded.model, len(specs)) as workers:
+        streams = [_continue(Reader(workers.twin(), cache), ids, prompts.new_tokens) for cache in caches]
+        steps = workers.together(streams)
+        steps = tqdm(steps, total=prompts.new_tokens, unit=" steps", desc="generation", disable=not progress)
+        continued = [
+            _Continuation(*(torch.stack(of, dim=1) for of in zip(*its, strict=True)))
+            for its in zip(*steps, strict=True)
+        ]
+        texts = {
+            _text(prompt, new): (prompt, new) for of in continued for prompt, new in zip(ids, of.tokens, strict=True)
+        }
+        nll = dict(zip(texts, workers.map(_likelihood, texts.values()), strict=True))
+    reference = continued[0]
+    return [
+        _agreement(
+            reference.tokens,
+            of.tokens,
+            reference.leads,
+            torch.stack([nll[_text(prompt, new)] for prompt, new in zip(ids, of.tokens, strict=True)]),
+        )
+        for of in continued
+    ]
 
 
 def repetition(tokens: Sequence[int]) -> float:
@@ -101,30 +118,28 @@ def _prompts(loaded: LoadedModel, documents: Iterable[str], prompts: Prompts) ->
 
 
 def _continue(
-    reader: Reader, ids: Int[Tensor, "rows tokens"], new_tokens: int, advance: Callable[[], object]
-) -> tuple[Int[Tensor, "rows new"], Float[Tensor, "rows new"]]:
+    reader: Reader, ids: Int[Tensor, "rows tokens"], new_tokens: int
+) -> Iterator[tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]]:
     """The most likely token, again and again, and the lead of its logit over the second best."""
-    tokens, leads = [], []
     piece = ids
     for _ in range(new_tokens):
         best = reader.feed(piece)[:, -1].topk(2, dim=-1)
         piece = best.indices[:, :1]
-        tokens.append(piece)
-        leads.append((best.values[:, 0] - best.values[:, 1]).float())
-        advance()
-    return torch.cat(tokens, dim=1), torch.stack(leads, dim=1)
+        yield piece[:, 0], (best.values[:, 0] - best.values[:, 1]).float()
 
 
 def _likelihood(
-    model: PreTrainedModel, ids: Int[Tensor, "rows tokens"], written: Int[Tensor, "rows new"]
-) -> Float[Tensor, "rows new"]:
-    """-log p of what was written, for the model without a cache, row by row: that of a healthy text stays low."""
-    rows = []
-    for prompt, new in zip(ids, written, strict=True):
-        text = torch.cat([prompt, new])[None, :-1]
-        logits = forward(model, text, None, keep=len(new))[0]
-        rows.append(metrics.negative_log_likelihood(metrics.log_probabilities(logits), new))
-    return torch.stack(rows)
+    model: PreTrainedModel, text: tuple[Int[Tensor, " tokens"], Int[Tensor, " new"]]
+) -> Float[Tensor, " new"]:
+    """-log p of what was written after a prompt, for the model without a cache: that of a healthy text stays low."""
+    prompt, new = text
+    logits = forward(model, torch.cat([prompt, new])[None, :-1], None, keep=len(new))[0]
+    return metrics.negative_log_likelihood(metrics.log_probabilities(logits), new)
+
+
+def _text(prompt: Int[Tensor, " tokens"], new: Int[Tensor, " new"]) -> tuple[int, ...]:
+    """What tells two texts apart."""
+    return (*prompt.tolist(), *new.tolist())
 
 
 def _agreement(

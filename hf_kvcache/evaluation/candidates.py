@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache
 
 from hf_kvcache.errors import ConfigError, InputError, KVCacheError
 from hf_kvcache.evaluation.caches import Build, resolve_cache
-from hf_kvcache.evaluation.exactness import capacity_tokens
 from hf_kvcache.evaluation.proofs import Kind
 from hf_kvcache.evaluation.protocols import Protocol, forward
+from hf_kvcache.evaluation.proving import capacity_tokens
 
 
 @dataclass(frozen=True)

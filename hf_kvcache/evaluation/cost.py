@@ -84,13 +84,15 @@ def measure_cost(
 
 def _peaks(model: PreTrainedModel, spec: str, tokens: int, seed: int) -> _Peaks:
     """What one token takes that is read after a prompt of `tokens` tokens."""
+    from hf_kvcache.bench.filling import fill, observe_states  # it imports this package
+
     begin_bytes = allocated_bytes(model.device)
     cache = resolve_cache(spec, tokens + 2)(model.config)
     generator = torch.Generator().manual_seed(seed)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, tokens + 2), generator=generator).to(model.device)
     if cache is not None:
-        forward(model, ids[:, :-2], cache, keep=1)
+        fill(model, cache, observe_states(model), tokens, rows=1, seed=seed)
         forward(model, ids[:, -2:-1], cache, keep=1)  # what is made once, with the first token
         ids = ids[:, -1:]
     peak = PeakBytes(() if cache is None else reachable_tensors(cache))

@@ -1,5 +1,7 @@
 """Every generation mode of `generate`, with one cache and with the reference, compared token for token."""
 
+from contextlib import nullcontext
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,6 +14,7 @@ from hf_kvcache.evaluation.proofs import GenerationCheck
 from hf_kvcache.evaluation.protocols import cache_argument
 
 NEW_TOKENS = 12
+_DRAWING = Lock()
 PAD_TOKENS = 7
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -43,7 +46,9 @@ def generate(model: PreTrainedModel, cache: Cache, prompt: Int[Tensor, " tokens"
         **settings,
     )
     devices = [] if model.device.type == "cpu" else [model.device]
-    with torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda"):
+    # The random state is the process's: threads that draw from it take turns, those that do not go on.
+    turn = _DRAWING if config.do_sample else nullcontext()
+    with turn, torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda"):
         torch.manual_seed(seed)
         output = cast("Any", model).generate(
             ids, attention_mask=mask, generation_config=config, **{cache_argument(model): cache}
@@ -51,9 +56,10 @@ def generate(model: PreTrainedModel, cache: Cache, prompt: Int[Tensor, " tokens"
     return Generated(output.sequences, tuple(output.scores))
 
 
-def compare(mode: str, prompt_tokens: int, reference: Generated, candidate: Generated) -> GenerationCheck:
+def compare(mode: str, reference: Generated, candidate: Generated) -> GenerationCheck:
     """Find where two runs split, how close a call it was there, and how far scores differ up to there."""
     split = (reference.sequences != candidate.sequences).any(dim=0).nonzero()
+    prompt_tokens = reference.sequences.shape[1] - NEW_TOKENS
     first = None if not len(split) else int(split[0]) - prompt_tokens
     both = list(zip(reference.scores, candidate.scores, strict=False))[: None if first is None else first + 1]
     # Scores of forbidden tokens are -inf in both; their difference is no number.

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from hf_kvcache.evaluation.processes import Team
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.reader import Reader
 from hf_kvcache.evaluation.tasks import TASKS, Task
+from hf_kvcache.evaluation.workers import Workers
 
 WITH_DEPTH: dict[str, Make] = {
     "single needle": needles.single,
@@ -114,18 +115,20 @@ def measure_retrieval(
     longest = max(_tokens(of) for of in prompts)
     builds = [resolve_cache(spec, longest) for spec in specs]
     team = team or Team()
-    trials: dict[int, list[Trial]] = {}
-    for number, prompt in enumerate(tqdm(prompts, unit=" problems", desc="retrieval", disable=not progress)):
-        if not team.owns(number):
-            continue
-        kept = journal.load(f"problem-{number}") if journal else None
-        if kept is None:
-            row = [_try(loaded, build, prompt, protocol) for build in builds]
-            if journal:
-                journal.save(f"problem-{number}", json.dumps(row).encode())
-        else:
-            row = [Trial(*of) for of in json.loads(kept)]
-        trials[number] = row
+    own = [number for number in range(len(prompts)) if team.owns(number)]
+    kept = {number: journal.load(f"problem-{number}") for number in own} if journal else {}
+    with Workers(loaded.model, len(own) * len(builds)) as workers:
+        asked = product((prompts[number] for number in own if kept.get(number) is None), builds)
+        answers = workers.map(lambda model, of: _try(loaded._replace(model=model), of[1], of[0], protocol), asked)
+        trials: dict[int, list[Trial]] = {}
+        for number in tqdm(own, unit=" problems", desc="retrieval", disable=not progress):
+            found = kept.get(number)
+            if found is None:
+                trials[number] = list(islice(answers, len(builds)))
+                if journal:
+                    journal.save(f"problem-{number}", json.dumps(trials[number]).encode())
+            else:
+                trials[number] = [Trial(*of) for of in json.loads(found)]
     return [tuple(column) for column in zip(*team.share(trials), strict=True)]
 
 

@@ -17,13 +17,14 @@ from hf_kvcache.evaluation.caches import REFERENCE
 from hf_kvcache.evaluation.candidates import Candidate, candidate, check_request
 from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
-from hf_kvcache.evaluation.exactness import judge, prove, steps
+from hf_kvcache.evaluation.exactness import judge
 from hf_kvcache.evaluation.fidelity import fidelity
 from hf_kvcache.evaluation.journal import Journal
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.processes import team
 from hf_kvcache.evaluation.proofs import Audit, Kind, Proof
 from hf_kvcache.evaluation.protocols import Protocol
+from hf_kvcache.evaluation.proving import prove, steps
 from hf_kvcache.evaluation.reference import StoredReference
 from hf_kvcache.evaluation.results import CacheResult, ContradictionError, Results
 from hf_kvcache.evaluation.retrieval import Grid, default_grid, measure_retrieval
@@ -31,6 +32,7 @@ from hf_kvcache.evaluation.scoring import ScoredText, score_text
 from hf_kvcache.evaluation.strided import check_stride, strided_perplexity
 from hf_kvcache.evaluation.tasks import DEFAULT_TASKS, needs_scoring, parse_tasks
 from hf_kvcache.evaluation.windows import windows
+from hf_kvcache.evaluation.workers import Workers
 
 NOT_ASKED = "the task exactness was not asked for"
 UNSCORED: dict[Kind, Kind] = {"uncached": "uncached", "approximate": "approximate"}
@@ -196,8 +198,9 @@ def _proofs(
 
 def _audits(model: PreTrainedModel, rows: list[Candidate], window: Tensor, progress: bool) -> list[Audit | str]:
     """Audit every cache; text where there is no audit, saying why."""
-    shown = tqdm(rows, unit=" caches", desc="auditing", disable=not progress)
-    return [audit(model, row.build, window) for row in shown]
+    with Workers(model, len(rows)) as workers:
+        audits = workers.map(lambda own, row: audit(own, row.build, window), rows)
+        return list(tqdm(audits, total=len(rows), unit=" caches", desc="auditing", disable=not progress))
 
 
 def _result(

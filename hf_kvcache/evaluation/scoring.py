@@ -21,6 +21,7 @@ from hf_kvcache.evaluation.protocols import Protocol, Scored, stream
 from hf_kvcache.evaluation.reference import StoredReference
 from hf_kvcache.evaluation.samples import Positions, Samples
 from hf_kvcache.evaluation.windows import Window, count_units
+from hf_kvcache.evaluation.workers import Workers
 
 POSITIONS = 16
 """Positions compared at once: few enough for their logits to stay in the processor's cache."""
@@ -72,21 +73,22 @@ def score_text(
     """
     pieces: dict[int, dict[str, np.ndarray]] = {}
     first = torch.empty(0, dtype=torch.long)
-    for number, window in enumerate(texts):
-        first = first if number else window.ids
-        if not team.owns(number):
-            advance(len(window.ids) - 1 - protocol.prefill_tokens)
-            continue
-        kept = journal.load(f"window-{number}")
-        arrays = unpack(kept) if kept else {}
-        if np.array_equal(arrays.get("shared.targets", ()), window.ids[protocol.prefill_tokens + 1 :]):
-            advance(len(arrays["shared.targets"]))
-        else:  # not there, or of another text
-            stored = None if reference is None else partial(reference.stream, number=number)
-            arrays = _score(loaded, builds, window, protocol, stored=stored, advance=advance)
-            arrays["comparable"] = np.array(reference is None or reference.same)
-            journal.save(f"window-{number}", pack(arrays))
-        pieces[number] = arrays
+    with Workers(loaded.model, len(builds)) as workers:
+        for number, window in enumerate(texts):
+            first = first if number else window.ids
+            if not team.owns(number):
+                advance(len(window.ids) - 1 - protocol.prefill_tokens)
+                continue
+            kept = journal.load(f"window-{number}")
+            arrays = unpack(kept) if kept else {}
+            if np.array_equal(arrays.get("shared.targets", ()), window.ids[protocol.prefill_tokens + 1 :]):
+                advance(len(arrays["shared.targets"]))
+            else:  # not there, or of another text
+                stored = None if reference is None else partial(reference.stream, number=number)
+                arrays = _score(loaded, builds, window, protocol, workers, stored=stored, advance=advance)
+                arrays["comparable"] = np.array(reference is None or reference.same)
+                journal.save(f"window-{number}", pack(arrays))
+            pieces[number] = arrays
     return _joined(first, team.share(pieces), len(builds))
 
 
@@ -95,6 +97,7 @@ def _score(
     builds: Sequence[Build],
     window: Window,
     protocol: Protocol,
+    workers: Workers,
     *,
     stored: Callable[[Cache | None, Tensor], Iterator[Scored]] | None,
     advance: Callable[[int], object],
@@ -102,10 +105,10 @@ def _score(
     """Score one window through all caches: everything that is known about it, by name."""
     columns: defaultdict[str, list[Tensor]] = defaultdict(list)
     made = [build(loaded.model.config) for build in builds]
-    streams = [stream(loaded.model, cache, window.ids, protocol) for cache in made]
+    streams = [stream(workers.twin(), cache, window.ids, protocol) for cache in made]
     if stored is not None:
         streams[0] = stored(made[0], window.ids)
-    for chunks in zip(*streams, strict=True):
+    for chunks in workers.together(streams):
         places = torch.arange(len(chunks[0].targets)) + chunks[0].first_position
         columns["shared.targets"].append(chunks[0].targets)
         columns["shared.distances"].append(places)

@@ -7,9 +7,10 @@ from transformers import DynamicCache
 
 from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation.caches import resolve_cache
-from hf_kvcache.evaluation.exactness import judge, prove, steps
+from hf_kvcache.evaluation.exactness import judge
 from hf_kvcache.evaluation.float64 import in_float64
 from hf_kvcache.evaluation.generation import MODES
+from hf_kvcache.evaluation.proving import prove, steps
 
 EVERYWHERE = ["off_by_one", "shuffled_block", "truncated", "renumbered"]
 WINDOW = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(1))
