@@ -1,6 +1,6 @@
 """Do caches write the same text? Greedy continuations of several prompts, against the reference's."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation import metrics
-from hf_kvcache.evaluation.caches import resolve_cache
+from hf_kvcache.evaluation.caches import Build, resolve_cache
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.outcomes import Agreement, Output
 from hf_kvcache.evaluation.protocols import Protocol, forward
@@ -74,15 +74,20 @@ def measure_generation(
         InputError: The text is too short.
     """
     ids = _prompts(loaded, documents, prompts)
-    caches = [resolve_cache(spec, prompts.total_tokens)(loaded.model.config) for spec in specs]
-    with Workers(loaded.model, len(specs)) as workers:
-        streams = [_continue(Reader(workers.twin(), cache), ids, prompts.new_tokens) for cache in caches]
-        steps = workers.together(streams)
-        steps = tqdm(steps, total=prompts.new_tokens, unit=" steps", desc="generation", disable=not progress)
-        continued = [
-            _Continuation(*(torch.stack(of, dim=1) for of in zip(*its, strict=True)))
-            for its in zip(*steps, strict=True)
-        ]
+    steps = len(specs) * prompts.new_tokens
+    with (
+        tqdm(total=steps, unit=" steps", desc="generation", disable=not progress) as bar,
+        Workers(loaded.model, len(specs)) as workers,
+    ):
+
+        def advance() -> None:
+            with tqdm.get_lock():
+                bar.update()
+
+        def continue_(model: PreTrainedModel, build: Build) -> _Continuation:
+            return _continue(Reader(model, build(model.config)), ids, prompts.new_tokens, advance)
+
+        continued = list(workers.map(continue_, [resolve_cache(spec, prompts.total_tokens) for spec in specs]))
         texts = {
             _text(prompt, new): (prompt, new) for of in continued for prompt, new in zip(ids, of.tokens, strict=True)
         }
@@ -118,14 +123,18 @@ def _prompts(loaded: LoadedModel, documents: Iterable[str], prompts: Prompts) ->
 
 
 def _continue(
-    reader: Reader, ids: Int[Tensor, "rows tokens"], new_tokens: int
-) -> Iterator[tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]]:
+    reader: Reader, ids: Int[Tensor, "rows tokens"], new_tokens: int, advance: Callable[[], object]
+) -> _Continuation:
     """The most likely token, again and again, and the lead of its logit over the second best."""
+    tokens, leads = [], []
     piece = ids
     for _ in range(new_tokens):
         best = reader.feed(piece)[:, -1].topk(2, dim=-1)
         piece = best.indices[:, :1]
-        yield piece[:, 0], (best.values[:, 0] - best.values[:, 1]).float()
+        tokens.append(piece)
+        leads.append((best.values[:, 0] - best.values[:, 1]).float())
+        advance()
+    return _Continuation(torch.cat(tokens, dim=1), torch.stack(leads, dim=1))
 
 
 def _likelihood(

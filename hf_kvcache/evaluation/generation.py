@@ -1,6 +1,7 @@
 """Every generation mode of `generate`, with one cache and with the reference, compared token for token."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple, cast
 
@@ -45,15 +46,20 @@ def generate(model: PreTrainedModel, cache: Cache, prompt: Int[Tensor, " tokens"
         pad_token_id=0,
         **settings,
     )
-    devices = [] if model.device.type == "cpu" else [model.device]
-    # The random state is the process's: threads that draw from it take turns, those that do not go on.
-    turn = _DRAWING if config.do_sample else nullcontext()
-    with turn, torch.random.fork_rng(devices, device_type=model.device.type if devices else "cuda"):
-        torch.manual_seed(seed)
+    with _seeded(model.device, seed) if config.do_sample else nullcontext():
         output = cast("Any", model).generate(
             ids, attention_mask=mask, generation_config=config, **{cache_argument(model): cache}
         )
     return Generated(output.sequences, tuple(output.scores))
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw from a seed; the random state is the process's, so threads take turns, and it is as it was afterwards."""
+    devices = [] if device.type == "cpu" else [device]
+    with _DRAWING, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
 
 
 def compare(mode: str, reference: Generated, candidate: Generated) -> GenerationCheck:

@@ -56,7 +56,8 @@ def prove(
     Raises:
         InputError: The model has no float64 twin (quantized weights).
     """
-    window, caches = window[:PROOF_TOKENS], [resolve_cache(REFERENCE, min(len(window), PROOF_TOKENS)), *builds]
+    window = window[:PROOF_TOKENS]
+    caches = [resolve_cache(REFERENCE, len(window)), *builds]
     modes = tuple(MODES) if builds else ()
 
     def counted(results: Iterator[T], count: int) -> Iterator[T]:

@@ -20,7 +20,7 @@ _END: Any = object()
 
 
 class Workers:
-    """Threads that run a model; a context. On any other device than a CPU, and with one core, the caller does it all.
+    """Threads that run a model; a context. The caller does it all where the model is not on a CPU, or cannot be copied.
 
     While it is entered, operations of the caller run on as many cores as those of one worker do: all of them round
     alike.
@@ -33,12 +33,13 @@ class Workers:
     def __init__(self, model: PreTrainedModel, tasks: int) -> None:
         self._model = model
         self._threads = torch.get_num_threads()
-        self._count = max(1, min(tasks, self._threads)) if model.device.type == "cpu" else 1
+        on_cpu = all(of.device.type == "cpu" for of in model.parameters())
+        self._count = max(1, min(tasks, self._threads)) if on_cpu else 1
         self._own = threading.local()
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> "Workers":  # noqa: PYI034  (beartype knows no Self in classes it does not decorate)
-        if self._count > 1:
+        if self._count > 1 and _can_be_copied(self._model):
             share = self._threads // self._count
             torch.set_num_threads(share)
             self._pool = ThreadPoolExecutor(self._count, initializer=torch.set_num_threads, initargs=(share,))
@@ -94,5 +95,14 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
     What a forward pass notes in a module, such as the frequencies of rotary embeddings that depend on the length, stays
     apart.
     """
-    weights = cast("Any", model).state_dict(keep_vars=True).values()
+    # Of quantized modules, a state dict may hold the parts of a weight instead of the weight.
+    weights = [*model.parameters(), *cast("Any", model).state_dict(keep_vars=True).values()]
     return copy.deepcopy(model, {id(of): of for of in weights})
+
+
+def _can_be_copied(model: PreTrainedModel) -> bool:
+    try:
+        twin(model)
+    except Exception:  # noqa: BLE001 - a foreign module may raise anything
+        return False
+    return True

@@ -6,6 +6,7 @@ from hf_kvcache import PagedCache
 from hf_kvcache.bench.filling import LayerStates, fill, observe_states
 from hf_kvcache.evaluation.caches import resolve_cache
 from hf_kvcache.evaluation.protocols import forward
+from hf_kvcache.retention.policies import POLICIES
 
 
 def test_states_are_seen_from_one_token(tiny):
@@ -27,6 +28,34 @@ def test_every_cache_gets_the_same_history_and_the_model_continues_it(tiny, spec
     logits = [forward(tiny.model, token, of) for of in (expected, cache)]
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
     assert torch.equal(logits[0][0], logits[0][-1])
+
+
+DROPPING = [
+    "window:window=32,sinks=4",
+    "window:window=32,sinks=4,rerotate=true",
+    "quantized:bits=4+window:window=32",
+    "quantized:bits=4+evicting:budget=160",
+    "evicting:budget=160,per_head=true",
+    "evicting:budget=0.5,pyramid=true",
+    "quest:budget=0.25",
+    *(f"evicting:policy={name},budget=160" for name in POLICIES),
+]
+
+
+@pytest.mark.parametrize("spec", DROPPING)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_history_longer_than_a_cache_keeps_is_continued_too(tiny, spec, rows):
+    """What is dropped depends on a query, and on a mask or none, as after a prompt."""
+    cache, tokens = resolve_cache(spec, 320)(tiny.model.config), 300
+    fill(tiny.model, cache, observe_states(tiny.model), tokens=tokens, rows=rows, seed=1)
+    for number in range(5):
+        logits = forward(tiny.model, torch.full((rows, 1), number), cache)
+        assert bool(logits.isfinite().all())
+        cache.reorder_cache(torch.arange(rows).flip(0))
+        cache.check_integrity()
+    assert cache.get_seq_length() == tokens + 5
+    keeps_all = spec.startswith("quest") or "+evicting" in spec
+    assert (cache.memory().tokens_held < 200) != keeps_all
 
 
 def test_another_seed_is_another_history(tiny):

@@ -52,12 +52,12 @@ def test_cost_of_every_cache_in_one_run(tmp_path):
     results = evaluate(
         toys.loaded(),
         [toys.TEXT],
-        ["static", "evicting:budget=160", "none"],
+        ["static", "evicting:budget=160", "window:window=40", "none"],
         tasks=["cost"],
         contexts=(30, 90),
         progress=False,
     )
-    dynamic, static, evicting, none = (of.cost for of in (results.reference, *results.caches))
+    dynamic, static, evicting, window, none = (of.cost for of in (results.reference, *results.caches))
     assert [of.context_tokens for of in dynamic.tokens] == [30, 90]
     assert dynamic.tokens[1].bytes_held == pytest.approx(103 * TOKEN)
     assert all(of.milliseconds > 0 and of.low <= of.milliseconds <= of.high for of in dynamic.tokens)
@@ -72,6 +72,7 @@ def test_cost_of_every_cache_in_one_run(tmp_path):
     assert "ms/token after 90" in text
     assert (dynamic.dropped_tokens, none.dropped_tokens, dynamic.allocator_peak_bytes) == (None, None, None)
     assert evicting.prompt_tokens - 160 <= evicting.dropped_tokens < evicting.prompt_tokens - 90
+    assert window.prompt_tokens - 128 <= window.dropped_tokens < window.prompt_tokens - 44
     assert "tokens dropped" in text
     assert "allocator" not in text
     assert ("whole process" in text) == (sys.platform == "linux")
