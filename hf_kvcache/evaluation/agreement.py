@@ -1,6 +1,7 @@
 """Do caches write the same text? Greedy continuations of several prompts, against the reference's."""
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -9,15 +10,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcache.errors import InputError
-from hf_kvcache.evaluation import metrics
 from hf_kvcache.evaluation.caches import Build, resolve_cache
+from hf_kvcache.evaluation.continuation import likelihood, read_context
 from hf_kvcache.evaluation.models import LoadedModel
 from hf_kvcache.evaluation.outcomes import Agreement, Output
-from hf_kvcache.evaluation.protocols import Protocol, forward
+from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.reader import Reader
+from hf_kvcache.evaluation.tasks import TASKS, Task
 from hf_kvcache.evaluation.windows import windows
 from hf_kvcache.evaluation.workers import Workers
 
@@ -45,7 +47,7 @@ class Prompts:
     """
 
     count: int = 8
-    prompt_tokens: int = 64
+    prompt_tokens: int = 1024
     new_tokens: int = 128
 
     def __post_init__(self) -> None:
@@ -56,6 +58,17 @@ class Prompts:
     def total_tokens(self) -> int:
         """Tokens of a prompt and its continuation."""
         return self.prompt_tokens + self.new_tokens
+
+
+def default_prompts(tasks: Collection[Task], positions: int | None) -> Prompts:
+    """What is continued where nothing else is said: the defaults of `Prompts`; half of each if all tasks are run.
+
+    Prompts are long, so that caches that encode or drop what is old have something to do; no longer than a model with
+    so many `positions` has room for.
+    """
+    count, new_tokens = (4, 64) if set(tasks) == set(TASKS) else (8, 128)
+    room = Prompts.prompt_tokens if positions is None else max(3, positions - new_tokens)
+    return Prompts(count, min(Prompts.prompt_tokens, room), new_tokens)
 
 
 def measure_generation(
@@ -88,20 +101,10 @@ def measure_generation(
             return _continue(Reader(model, build(model.config)), ids, prompts.new_tokens, advance)
 
         continued = list(workers.map(continue_, [resolve_cache(spec, prompts.total_tokens) for spec in specs]))
-        texts = {
-            _text(prompt, new): (prompt, new) for of in continued for prompt, new in zip(ids, of.tokens, strict=True)
-        }
-        nll = dict(zip(texts, workers.map(_likelihood, texts.values()), strict=True))
-    reference = continued[0]
-    return [
-        _agreement(
-            reference.tokens,
-            of.tokens,
-            reference.leads,
-            torch.stack([nll[_text(prompt, new)] for prompt, new in zip(ids, of.tokens, strict=True)]),
-        )
-        for of in continued
-    ]
+        texts = zip(ids, torch.stack([of.tokens for of in continued], dim=1), strict=True)
+        nll = torch.stack(list(workers.map(_likelihood, texts)), dim=1)
+    expected, leads = continued[0]
+    return [_agreement(expected, of.tokens, leads, its) for of, its in zip(continued, nll, strict=True)]
 
 
 def repetition(tokens: Sequence[int]) -> float:
@@ -138,17 +141,21 @@ def _continue(
 
 
 def _likelihood(
-    model: PreTrainedModel, text: tuple[Int[Tensor, " tokens"], Int[Tensor, " new"]]
-) -> Float[Tensor, " new"]:
-    """-log p of what was written after a prompt, for the model without a cache: that of a healthy text stays low."""
-    prompt, new = text
-    logits = forward(model, torch.cat([prompt, new])[None, :-1], None, keep=len(new))[0]
-    return metrics.negative_log_likelihood(metrics.log_probabilities(logits), new)
+    model: PreTrainedModel, text: tuple[Int[Tensor, " tokens"], Int[Tensor, "caches new"]]
+) -> Float[Tensor, "caches new"]:
+    """-log p of what each cache wrote after a prompt, as text for the model: that of a healthy text stays low.
 
-
-def _text(prompt: Int[Tensor, " tokens"], new: Int[Tensor, " new"]) -> tuple[int, ...]:
-    """What tells two texts apart."""
-    return (*prompt.tolist(), *new.tolist())
+    The prompt is read once, into transformers' cache, and each of the texts that differ goes on from a copy.
+    """
+    prompt, written = text[0][None], text[1]
+    cache = DynamicCache(config=model.config)
+    read_context(Reader(model, cache), prompt)
+    different, which = written.unique(dim=0, return_inverse=True)
+    nll = [
+        likelihood(Reader(model, copy.deepcopy(cache)), prompt, new[None], chunk_tokens=len(new)).nll
+        for new in different
+    ]
+    return torch.stack(nll)[which.to(nll[0].device)]
 
 
 def _agreement(

@@ -42,10 +42,16 @@ def check_request(model: PreTrainedModel, caches: Sequence[str], needed: dict[st
         raise InputError("give at least one cache to evaluate, for example 'paged'")
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder; the evaluation scores decoder-only models")
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    room = positions(model)
     for what, tokens in needed.items():
-        if positions is not None and tokens > positions:
-            raise InputError(f"{what} of {tokens:,} tokens is more than the {positions:,} positions of this model")
+        if room is not None and tokens > room:
+            raise InputError(f"{what} of {tokens:,} tokens is more than the {room:,} positions of this model")
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """The most tokens of a text that the model was made for; None if it does not say."""
+    found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found
 
 
 def candidate(spec: str, protocol: Protocol, model: PreTrainedModel) -> Candidate:

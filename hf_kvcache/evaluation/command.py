@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_kvcache.errors import InputError, KVCacheError
-from hf_kvcache.evaluation.agreement import Prompts
+from hf_kvcache.evaluation.agreement import Prompts, default_prompts
+from hf_kvcache.evaluation.candidates import positions
 from hf_kvcache.evaluation.config import read_config
 from hf_kvcache.evaluation.datasets import load_text
 from hf_kvcache.evaluation.models import load_model
@@ -75,8 +76,17 @@ def evaluate_command(
             show_default=False,
         ),
     ] = None,
-    prompts: Annotated[int, typer.Option(help="Generation: prompts.")] = 8,
-    new_tokens: Annotated[int, typer.Option(help="Generation: tokens written after each.")] = 128,
+    prompts: Annotated[
+        int | None, typer.Option(help="Generation: prompts. [default: 8; 4 if all]", show_default=False)
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Generation: tokens of each. [default: 1024, or what there is room for]", show_default=False),
+    ] = None,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Generation: tokens written after each. [default: 128; 64 if all]", show_default=False),
+    ] = None,
     contexts: Annotated[str, typer.Option(help="Cost: lengths of the history, in tokens.")] = "128,1024",
     dtype: Annotated[Dtype, typer.Option(help="Working dtype.")] = Dtype.float32,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
@@ -108,7 +118,7 @@ def evaluate_command(
             cache or ["paged"],
             tasks=tasks,
             protocol=protocol,
-            prompts=Prompts(prompts, new_tokens=new_tokens),
+            prompts=_prompts(tasks, positions(loaded.model), prompts, prompt_tokens, new_tokens),
             contexts=_numbers(contexts, int),
             grid=_grid(tasks, lengths, depths),
             max_tokens=max_tokens,
@@ -156,6 +166,18 @@ def _grid(tasks: Sequence[Task], lengths: str | None, depths: str | None) -> Gri
     return Grid(
         grid.lengths_tokens if lengths is None else _numbers(lengths, int),
         grid.depths if depths is None else _numbers(depths, float),
+    )
+
+
+def _prompts(
+    tasks: Sequence[Task], positions: int | None, count: int | None, prompt_tokens: int | None, new_tokens: int | None
+) -> Prompts:
+    """What these tasks continue; what is not said is as in `default_prompts`."""
+    prompts = default_prompts(tasks, positions)
+    return Prompts(
+        prompts.count if count is None else count,
+        prompts.prompt_tokens if prompt_tokens is None else prompt_tokens,
+        prompts.new_tokens if new_tokens is None else new_tokens,
     )
 
 

@@ -37,7 +37,8 @@ class Output(NamedTuple):
         margin: The reference's lead of its best logit over its second best there: near zero it was a tie. None if
             all are the same.
         repetition: Share of runs of 4 tokens that stood in the continuation before, 0 to 1.
-        nll_first_half: Mean -log p of its first half for the model without a cache, nats per token.
+        nll_first_half: Mean -log p of its first half for the model with transformers' cache, which reads it as text,
+            nats per token.
         nll_second_half: The same of the second half.
     """
 
@@ -57,8 +58,8 @@ class Agreement:
         same_text: Share of prompts with the same tokens throughout, 0 to 1.
         agreement_tokens: Mean tokens before the first difference (all, where there is none).
         repetition: Mean over the outputs.
-        drift: Mean of the second half's -log p minus the first half's, nats per token, for the model without a cache:
-            a text that leaves what the model would write rises.
+        drift: Mean of the second half's -log p minus the first half's, nats per token, for the model with transformers'
+            cache, which reads it as text: a text that leaves what the model would write rises.
         outputs: Each prompt.
     """
 

@@ -11,10 +11,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcache.errors import InputError
-from hf_kvcache.evaluation.agreement import Prompts, measure_generation
+from hf_kvcache.evaluation.agreement import Prompts, default_prompts, measure_generation
 from hf_kvcache.evaluation.audit import audit
 from hf_kvcache.evaluation.caches import REFERENCE
-from hf_kvcache.evaluation.candidates import Candidate, candidate, check_request
+from hf_kvcache.evaluation.candidates import Candidate, candidate, check_request, positions
 from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import judge
@@ -70,7 +70,7 @@ def evaluate(
         tasks: What to measure, see `tasks.py`.
         protocol: Window, prefill and chunk; the defaults of `Protocol` if None.
         grid: Problems of the retrieval task; `default_grid` if None.
-        prompts: Of the generation task; the defaults of `Prompts` if None.
+        prompts: Of the generation task; `default_prompts` if None.
         contexts: Lengths of the history at which the cost task times a token.
         max_tokens: Tokens to score at most.
         stride_tokens: Also score whole documents, in windows that move on by so many tokens, see `strided.py`; None
@@ -89,7 +89,8 @@ def evaluate(
     """
     started = time.perf_counter()
     protocol, chosen = protocol or Protocol(), parse_tasks(tasks)
-    grid, prompts = grid or default_grid(chosen), prompts or Prompts()
+    grid = grid or default_grid(chosen)
+    prompts = prompts or default_prompts(chosen, positions(loaded.model))
     needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) or stride_tokens else {}
     needed |= {"a retrieval prompt": max(grid.lengths_tokens)} if "retrieval" in chosen else {}
     needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}

@@ -4,7 +4,8 @@ import toys
 
 from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation import Prompts, evaluate, report
-from hf_kvcache.evaluation.agreement import measure_generation, repetition
+from hf_kvcache.evaluation.agreement import default_prompts, measure_generation, repetition
+from hf_kvcache.evaluation.tasks import TASKS
 
 MODEL = toys.loaded()
 SIZES = Prompts(count=3, prompt_tokens=40, new_tokens=20)
@@ -43,6 +44,17 @@ def test_a_damaged_cache_parts_from_the_reference_with_a_margin():
 def test_prompts_do_not_depend_on_the_size_of_the_batch():
     many, one = measure(sizes=SIZES)[0], measure(sizes=Prompts(1, 40, 20))[0]
     assert many.outputs[0][2:] == pytest.approx(one.outputs[0][2:], rel=1e-4)
+
+
+def test_a_window_shorter_than_the_prompt_writes_other_texts():
+    assert measure("window:window=8,sinks=1,block_size=4")[1].same_text < 1.0
+
+
+def test_prompts_where_nothing_is_said_are_long_but_leave_room_for_what_is_written():
+    assert default_prompts(["generation"], None) == Prompts(8, 1024, 128)
+    assert default_prompts(["generation"], 8192) == Prompts(8, 1024, 128)
+    assert default_prompts(["generation"], 1024) == Prompts(8, 896, 128)
+    assert default_prompts(TASKS, 1024) == Prompts(4, 960, 64)
 
 
 def test_repetition():
