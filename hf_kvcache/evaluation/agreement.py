@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -61,14 +61,14 @@ class Prompts:
 
 
 def default_prompts(tasks: Collection[Task], positions: int | None) -> Prompts:
-    """What is continued where nothing else is said: the defaults of `Prompts`; half of each if all tasks are run.
+    """What is continued where nothing else is said: the defaults of `Prompts`; less of each if all tasks are run.
 
     Prompts are long, so that caches that encode or drop what is old have something to do; no longer than a model with
     so many `positions` has room for.
     """
-    count, new_tokens = (4, 64) if set(tasks) == set(TASKS) else (8, 128)
-    room = Prompts.prompt_tokens if positions is None else max(3, positions - new_tokens)
-    return Prompts(count, min(Prompts.prompt_tokens, room), new_tokens)
+    sizes = Prompts(4, 768, 64) if set(tasks) == set(TASKS) else Prompts()
+    room = sizes.prompt_tokens if positions is None else max(3, positions - sizes.new_tokens)
+    return replace(sizes, prompt_tokens=min(sizes.prompt_tokens, room))
 
 
 def measure_generation(

@@ -81,7 +81,10 @@ def evaluate_command(
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Generation: tokens of each. [default: 1024, or what there is room for]", show_default=False),
+        typer.Option(
+            help="Generation: tokens of each. [default: 1024; 768 if all; or what there is room for]",
+            show_default=False,
+        ),
     ] = None,
     new_tokens: Annotated[
         int | None,

@@ -54,7 +54,8 @@ def test_prompts_where_nothing_is_said_are_long_but_leave_room_for_what_is_writt
     assert default_prompts(["generation"], None) == Prompts(8, 1024, 128)
     assert default_prompts(["generation"], 8192) == Prompts(8, 1024, 128)
     assert default_prompts(["generation"], 1024) == Prompts(8, 896, 128)
-    assert default_prompts(TASKS, 1024) == Prompts(4, 960, 64)
+    assert default_prompts(TASKS, 1024) == Prompts(4, 768, 64)
+    assert default_prompts(TASKS, 512) == Prompts(4, 448, 64)
 
 
 def test_repetition():
