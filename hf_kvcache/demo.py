@@ -34,6 +34,7 @@ from hf_kvcache.evaluation import (
     load_model,
     load_text,
 )
+from hf_kvcache.evaluation.models import position_limit
 from hf_kvcache.evaluation.protocols import cache_argument
 from hf_kvcache.evaluation.report import as_json as evaluation_as_json
 from hf_kvcache.evaluation.report import verdict
@@ -191,7 +192,7 @@ def _results(loaded: LoadedModel, documents: Any, dataset: str) -> tuple[Generat
 def _protocol(model: PreTrainedModel) -> Protocol:
     """All of `SCORED_TOKENS` in one window, or as much as the model has positions for."""
     full = PREFILL_TOKENS + SCORED_TOKENS + 1
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    positions = position_limit(model)
     window = full if positions is None else min(full, positions)
     return Protocol(window, min(PREFILL_TOKENS, window // 4))
 

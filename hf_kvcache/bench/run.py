@@ -16,7 +16,7 @@ from hf_kvcache.bench.timing import WARM_UP_ROUNDS
 from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation.caches import REFERENCE, resolve_cache
 from hf_kvcache.evaluation.environment import environment
-from hf_kvcache.evaluation.models import LoadedModel
+from hf_kvcache.evaluation.models import LoadedModel, position_limit
 
 UNCACHED = "none"
 UNCACHED_TOKENS = 1024
@@ -129,8 +129,7 @@ def _prepare(model: PreTrainedModel, specs: Sequence[str], sizes: Sizes) -> tupl
     """Refuse what cannot work, before anything is timed."""
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder; the benchmark times decoder-only models")
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    sizes = sizes.within(positions)
+    sizes = sizes.within(position_limit(model))
     longest = max(*sizes.context_tokens, sizes.prompt_tokens, sizes.beam_tokens)
     contenders = tuple(Contender(spec, resolve_cache(spec, longest + sizes.measured_tokens)) for spec in specs)
     for contender in contenders:

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from hf_kvcache.errors import ConfigError, InputError, KVCacheError
 from hf_kvcache.evaluation.caches import Build, resolve_cache
+from hf_kvcache.evaluation.models import position_limit
 from hf_kvcache.evaluation.proofs import Kind
 from hf_kvcache.evaluation.protocols import Protocol, forward
 from hf_kvcache.evaluation.proving import capacity_tokens
@@ -42,16 +43,10 @@ def check_request(model: PreTrainedModel, caches: Sequence[str], needed: dict[st
         raise InputError("give at least one cache to evaluate, for example 'paged'")
     if model.config.is_encoder_decoder:
         raise InputError(f"{type(model).__name__} is an encoder-decoder; the evaluation scores decoder-only models")
-    room = positions(model)
+    room = position_limit(model)
     for what, tokens in needed.items():
         if room is not None and tokens > room:
             raise InputError(f"{what} of {tokens:,} tokens is more than the {room:,} positions of this model")
-
-
-def positions(model: PreTrainedModel) -> int | None:
-    """The most tokens of a text that the model was made for; None if it does not say."""
-    found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found
 
 
 def candidate(spec: str, protocol: Protocol, model: PreTrainedModel) -> Candidate:

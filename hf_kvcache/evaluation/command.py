@@ -12,10 +12,9 @@ from rich.table import Table
 
 from hf_kvcache.errors import InputError, KVCacheError
 from hf_kvcache.evaluation.agreement import Prompts, default_prompts
-from hf_kvcache.evaluation.candidates import positions
 from hf_kvcache.evaluation.config import read_config
 from hf_kvcache.evaluation.datasets import load_text
-from hf_kvcache.evaluation.models import load_model
+from hf_kvcache.evaluation.models import load_model, position_limit
 from hf_kvcache.evaluation.processes import own_device, team
 from hf_kvcache.evaluation.protocols import Protocol
 from hf_kvcache.evaluation.report import as_text, main_table, write_report
@@ -121,7 +120,7 @@ def evaluate_command(
             cache or ["paged"],
             tasks=tasks,
             protocol=protocol,
-            prompts=_prompts(tasks, positions(loaded.model), prompts, prompt_tokens, new_tokens),
+            prompts=_prompts(tasks, position_limit(loaded.model), prompts, prompt_tokens, new_tokens),
             contexts=_numbers(contexts, int),
             grid=_grid(tasks, lengths, depths),
             max_tokens=max_tokens,

@@ -43,6 +43,12 @@ def load_model(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
     return LoadedModel(model, tokenizer, name)
 
 
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The most tokens of a text that a model was made for; None if it does not say."""
+    found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found
+
+
 def source_of(name: str) -> str:
     """What transformers' `from_pretrained` accepts for a name that `load_model` takes; the built-in model is fetched.
 

@@ -14,13 +14,13 @@ from hf_kvcache.errors import InputError
 from hf_kvcache.evaluation.agreement import Prompts, default_prompts, measure_generation
 from hf_kvcache.evaluation.audit import audit
 from hf_kvcache.evaluation.caches import REFERENCE
-from hf_kvcache.evaluation.candidates import Candidate, candidate, check_request, positions
+from hf_kvcache.evaluation.candidates import Candidate, candidate, check_request
 from hf_kvcache.evaluation.cost import CONTEXTS, measure_cost
 from hf_kvcache.evaluation.environment import environment
 from hf_kvcache.evaluation.exactness import judge
 from hf_kvcache.evaluation.fidelity import fidelity
 from hf_kvcache.evaluation.journal import Journal
-from hf_kvcache.evaluation.models import LoadedModel
+from hf_kvcache.evaluation.models import LoadedModel, position_limit
 from hf_kvcache.evaluation.processes import team
 from hf_kvcache.evaluation.proofs import Audit, Kind, Proof
 from hf_kvcache.evaluation.protocols import Protocol
@@ -90,7 +90,7 @@ def evaluate(
     started = time.perf_counter()
     protocol, chosen = protocol or Protocol(), parse_tasks(tasks)
     grid = grid or default_grid(chosen)
-    prompts = prompts or default_prompts(chosen, positions(loaded.model))
+    prompts = prompts or default_prompts(chosen, position_limit(loaded.model))
     needed = {"a window": protocol.window_tokens} if needs_scoring(chosen) or stride_tokens else {}
     needed |= {"a retrieval prompt": max(grid.lengths_tokens)} if "retrieval" in chosen else {}
     needed |= {"a prompt with its continuation": prompts.total_tokens} if "generation" in chosen else {}
