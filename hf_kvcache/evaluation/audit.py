@@ -14,7 +14,7 @@ from hf_kvcache.evaluation.protocols import forward
 
 AUDIT_TOKENS = 640
 CHUNK_TOKENS = 48
-SINGLE_TOKENS = 32
+SINGLE_TOKENS = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

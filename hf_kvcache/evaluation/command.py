@@ -66,7 +66,7 @@ def evaluate_command(
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(help="Retrieval: tokens of the prompts. [default: 512,1024; 1024 if all]", show_default=False),
+        typer.Option(help="Retrieval: tokens of the prompts. [default: 512,1024; 768 if all]", show_default=False),
     ] = None,
     depths: Annotated[
         str | None,

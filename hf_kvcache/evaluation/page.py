@@ -1,14 +1,14 @@
 """The parts of report.html that are the same for every report."""
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --dim: #8888; }
+:root { color-scheme: light dark; --line: #8884; --dim: #777; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .failed { color: #c00; font-weight: 600; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.85rem; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.6rem; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: Canvas; }
 th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid; }
 th[aria-sort=ascending] button::after { content: " \\25B2"; }

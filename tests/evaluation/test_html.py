@@ -79,6 +79,8 @@ const table = document.querySelector("table.sortable"), head = [...table.tHead.r
 const column = head.findIndex((of) => of.textContent === "KL mean");
 const press = () => head[column].querySelector("button").click();
 press(); found.up = cells(); press(); found.down = cells(); found.sorted = head[column].getAttribute("aria-sort");
+const box = table.closest(".scroll"), name = table.querySelector("td"), left = () => name.getBoundingClientRect().left;
+box.style.width = "300px"; const unmoved = left(); box.scrollLeft = 90; found.stays = [box.scrollLeft, left() - unmoved];
 const dot = document.querySelector("circle[data-tip]"), tip = document.getElementById("tip");
 dot.dispatchEvent(new PointerEvent("pointermove", { clientX: 5, clientY: 5 }));
 found.tip = [dot.dataset.tip, tip.textContent, getComputedStyle(tip).display];
@@ -105,6 +107,7 @@ def test_the_page_works_in_a_browser(written, tmp_path):
     assert set(found["up"][:2]) | {found["up"][2]} == {*exact, "no cache (noise floor)"}
     assert found["up"][3] == found["down"][0] == "toys:rounded"
     assert found["sorted"] == "descending"
+    assert found["stays"] == [90, 0]  # the names of the caches, while figures are scrolled
     assert found["tip"] == [found["tip"][0], found["tip"][0], "block"]
     assert found["gone"] == "none"
     assert found["shown"] == found["again"] == ["true", "inline"]
