@@ -71,7 +71,7 @@ def evaluate_command(
     depths: Annotated[
         str | None,
         typer.Option(
-            help="Retrieval: places of the answer, 0 (start) to 1 (end). [default: 0,0.5,1; 0.5 if all]",
+            help="Retrieval: places of the answer, 0 (start) to 1 (end). [default: 0,0.5,1; 0.25 if all]",
             show_default=False,
         ),
     ] = None,

@@ -69,7 +69,7 @@ class Grid:
 
 def default_grid(tasks: Collection[Task]) -> Grid:
     """The problems where nothing else is said: one of each kind if all tasks are run, else the defaults of `Grid`."""
-    return Grid((768,), (0.5,)) if set(tasks) == set(TASKS) else Grid()
+    return Grid((768,), (0.25,)) if set(tasks) == set(TASKS) else Grid()
 
 
 class _Prompt(NamedTuple):

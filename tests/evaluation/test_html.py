@@ -99,6 +99,7 @@ def test_the_page_works_in_a_browser(written, tmp_path):
     page = tmp_path / "page.html"
     page.write_text((written[1] / "report.html").read_text().replace("</body>", f"{QUESTIONS}</body>"))
     arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}", "--dump-dom"]
+    arguments += ["--no-first-run", "--disable-background-networking"]
     done = subprocess.run([BROWSER, *arguments, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     found = json.loads(base64.b64decode(done.stdout.split("<pre>")[1].split("</pre>")[0]))
     table = report.main_table(written[0])
