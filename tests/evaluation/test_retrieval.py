@@ -155,7 +155,7 @@ def test_grids_that_make_no_sense(sizes, message):
 def test_where_everything_is_measured_there_is_one_problem_of_each_kind():
     assert default_grid(["retrieval"]) == default_grid(TASKS[1:]) == Grid()
     assert default_grid(TASKS) == Grid((768,), (0.25,))
-    assert command._grid(TASKS, "250", None) == Grid((250,), (0.5,))
+    assert command._grid(TASKS, "250", None) == Grid((250,), (0.25,))
     assert command._grid(["retrieval"], None, "0,1") == Grid(depths=(0.0, 1.0))
 
 
